@@ -1,0 +1,219 @@
+"""Everything of the plugin that lives in one scheduler process, whoever drives it.
+
+``plugin.py`` drives it from inside SGLang, ``controller/simserver.py`` from a simulated
+scheduler; both call the same methods at the same places of the loop:
+
+    pull(received)         rank 0, once per receiving pass: table or source changes to broadcast
+    apply(update)          every rank, when the broadcast brings one
+    launched(batch)        every rank, before each forward pass
+    policy.get_steps_for_batch(n), policy.on_verify_complete(...)      SGLang's own calls
+    decided(batch)         every rank, after a decode forward was launched
+    settling(batch), settled(batch, result, ended)      every rank, around a decode result
+
+A failure here never reaches the server: recording stops, with one error in the log, and the
+lookup falls back (see ``TablePolicy``).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from sglang_hooks.broadcast import AllGather, Confirmation, PolicyUpdate, UpdateSource, apply_update
+from sglang_hooks.link import Link, Mailbox, RecordQueue
+from sglang_hooks.recorder import Recorder
+from sglang_hooks.settings import Settings
+from sglang_hooks.table_policy import TablePolicy
+from sglang_hooks.wire import DecisionSource, Hello, HookState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a server knows of itself once it has started; the plugin reads it off SGLang."""
+
+    server_id: str
+    model: str = ""
+    draft_model: str = ""
+    algorithm: str = ""
+    topk: int = 1
+    captured_batch_sizes: tuple[int, ...] = ()
+    max_running_requests: int = 0
+    kv_tokens: int = 0
+    overlap: bool = False
+    rank: int = 0
+    tp_size: int = 1
+    dp_size: int = 1
+    dp_rank: int = 0
+    gpu: str = ""
+    sglang_version: str = ""
+    context_length: int = 0
+
+
+class Agent:
+    """The policy, the recorder and, on rank 0, the link of one scheduler process."""
+
+    def __init__(self, settings: Settings, policy: TablePolicy) -> None:
+        self.settings = settings
+        self.policy = policy
+        self.recorder = Recorder(policy, None)
+        self.confirmation = Confirmation()
+        self.ready = False
+        self._instance = uuid.uuid4().hex
+        self._settings_hash = settings.decision_hash()
+        self._source: UpdateSource | None = None
+        self._link: Link | None = None
+        self._queue = RecordQueue(settings.queue_records)
+        self._recording = True
+        self.failures = 0
+
+    def start(
+        self,
+        facts: ServerFacts,
+        load: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
+        all_gather: AllGather = lambda value: [value],
+    ) -> None:
+        """Begin to record, and on rank 0 to talk to the controller; returns at once."""
+        self._facts = facts
+        self._all_gather = all_gather
+        rank_zero = facts.rank == 0
+        self.recorder = Recorder(
+            self.policy, self._queue if rank_zero else None, facts.captured_batch_sizes, facts.overlap, load
+        )
+        if rank_zero:
+            mailbox = Mailbox()
+            self._source = UpdateSource(self.settings, self.policy, mailbox, facts.tp_size)
+            self._link = Link(
+                self.settings.endpoint, self._hello, self._state, self._queue, mailbox, self.policy.candidate_steps
+            )
+            self._link.start()
+        self.ready = True
+
+    def stop(self) -> None:
+        """End the link's thread."""
+        if self._link is not None:
+            self._link.stop()
+
+    # -- the scheduler thread --
+
+    def pull(self, received: list[Any] | None) -> None:
+        """Append what the ranks must hear of to the requests about to be broadcast (rank 0)."""
+        if received is None or self._source is None:
+            return
+        try:
+            update = self._source.poll(monotonic())
+        except Exception:
+            # Without its clock a table would stay in force for ever: all ranks fall back, once.
+            self._failed("the receiving pass")
+            self._source = None
+            update = PolicyUpdate(source=DecisionSource.FALLBACK)
+        if update is not None:
+            received.append(update)
+
+    def apply(self, update: PolicyUpdate) -> None:
+        """Carry out one broadcast update; SGLang's dispatcher calls it on every rank."""
+        apply_update(update, self.policy, self._settings_hash, self._all_gather, self.confirmation)
+
+    def launched(self, batch: Any) -> None:
+        """Before each forward pass, prefill or decode."""
+        try:
+            self.recorder.launched(batch)
+        except Exception:
+            if self._recording:
+                self._failed("reading a batch at launch")
+
+    def decided(self, batch: Any) -> None:
+        """After a decode forward was launched."""
+        if self._recording:
+            try:
+                self.recorder.decided(batch, self.policy.applied_steps)
+            except Exception:
+                self._failed("recording a launch")
+
+    def settling(self, batch: Any) -> list[int]:
+        """Before a decode result is processed; the return value goes to ``settled``."""
+        if self._recording:
+            try:
+                return self.recorder.settling(batch)
+            except Exception:
+                self._failed("reading a batch")
+        return []
+
+    def settled(self, batch: Any, result: Any, ended: list[int]) -> None:
+        """After a decode result was processed."""
+        if self._recording:
+            try:
+                self.recorder.settled(batch, result, ended)
+            except Exception:
+                self._failed("recording a step")
+
+    def _failed(self, where: str) -> None:
+        self.failures += 1
+        self._recording = False
+        logger.exception("specpilot: %s failed; this server records no more steps and goes on serving", where)
+
+    # -- the link's thread --
+
+    def _hello(self) -> Hello:
+        facts, policy = self._facts, self.policy
+        return Hello(
+            server_id=facts.server_id,
+            instance=self._instance,
+            model=facts.model,
+            draft_model=facts.draft_model,
+            algorithm=facts.algorithm,
+            topk=facts.topk,
+            candidate_steps=policy.candidate_steps,
+            fallback_steps=policy.fallback_steps,
+            skip="verify" if 0 in policy.candidate_steps else "none",
+            captured_batch_sizes=list(facts.captured_batch_sizes),
+            max_running_requests=facts.max_running_requests,
+            kv_tokens=facts.kv_tokens,
+            overlap=facts.overlap,
+            tp_size=facts.tp_size,
+            dp_size=facts.dp_size,
+            dp_rank=facts.dp_rank,
+            gpu=facts.gpu,
+            sglang_version=facts.sglang_version,
+            context_length=facts.context_length,
+            mode=self.settings.mode,
+            epoch=self._link.newest_epoch if self._link is not None else 0,
+        )
+
+    def _state(self) -> HookState:
+        policy, recorder, link = self.policy, self.recorder, self._link
+        assert link is not None
+        table = policy.table
+        return HookState(
+            instance=self._instance,
+            source=policy.source,
+            epoch=table.epoch if table is not None else 0,
+            confirmed_epoch=self.confirmation.epoch if self._facts.tp_size > 1 else (table.epoch if table else 0),
+            confirmed_ranks=self.confirmation.ranks if self._facts.tp_size > 1 else 1,
+            steps=policy.applied_steps,
+            forward_iter=policy.forward_iter,
+            counters={
+                **link.counters,
+                "records_dropped": self._queue.dropped,
+                "join_misses": recorder.join_misses,
+                "steps_mismatched": recorder.steps_mismatched,
+                "lease_expiries": policy.lease_expiries,
+                "hook_failures": self.failures,
+            },
+            halt_reason=policy.halt_reason,
+        )
+
+
+def default_server_id(host: str, port: int) -> str:
+    """Name a server that gave itself none: the same after a restart on the same port.
+
+    >>> default_server_id("gpu-7", 30000)
+    'gpu-7:30000'
+    """
+    return f"{host or os.uname().nodename}:{port}"

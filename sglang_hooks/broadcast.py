@@ -1,0 +1,130 @@
+"""How a table comes into force on every rank at the same step.
+
+Rank 0 alone hears the controller and alone reads a clock. On every receiving pass SGLang
+broadcasts the requests it received from rank 0 to the other ranks; ``UpdateSource.poll``
+appends a ``PolicyUpdate`` to them when something changed, and SGLang's request dispatcher
+hands it to ``apply_update`` on every rank, at the same pass, before the next batch runs.
+Renewing a lease changes nothing on the other ranks and is not broadcast.
+
+Every ``check_steps`` forward passes (and soon after a change) such an update asks the ranks
+to compare what they hold. The broadcast only leads away from rank 0, so the comparison itself
+is one all-gather of three integers over SGLang's own CPU group; it is reached by all ranks at
+the same pass, as the broadcast a moment before was, and it needs no controller to be alive.
+A difference stops all switching, on all ranks, at that pass.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglang_hooks.settings import Settings
+from sglang_hooks.table_policy import CompiledTable, TablePolicy
+from sglang_hooks.wire import DecisionSource
+
+if TYPE_CHECKING:
+    from sglang_hooks.link import Mailbox
+
+logger = logging.getLogger(__name__)
+
+CHECK_AFTER_CHANGE = 64
+"""Forward passes from a new table to the check that confirms it on every rank."""
+
+AllGather = Callable[[tuple[int, int, int]], list[tuple[int, int, int]]]
+"""Gives every rank's value to every rank, in rank order; the identity list on a single rank."""
+
+
+@dataclass(frozen=True)
+class PolicyUpdate:
+    """A change of the policy that rides SGLang's request broadcast (pickled there, by SGLang).
+
+    Exactly one of the fields is meant: a table to adopt, a source to change to, or a check.
+    """
+
+    table: CompiledTable | None = None
+    source: DecisionSource | None = None
+    check: bool = False
+    halt_steps: int = 0
+    """Rank 0's; used by all if the check fails, so that they stop at one K."""
+
+
+class UpdateSource:
+    """Rank 0: decides on each receiving pass whether the ranks must hear of something."""
+
+    def __init__(self, settings: Settings, policy: TablePolicy, mailbox: Mailbox, ranks: int) -> None:
+        self._policy = policy
+        self._mailbox = mailbox
+        self._ranks = ranks
+        self._stale_seconds = settings.stale_seconds
+        self._check_steps = settings.check_steps
+        self._min_interval = settings.min_table_interval_seconds
+        self._not_before = 0.0
+        self._deadline = 0.0
+        self._next_check = 0
+
+    def poll(self, now: float) -> PolicyUpdate | None:
+        """Return what changed since the last pass, or None. ``now`` in seconds, monotonic.
+
+        Costs well under a microsecond when nothing did: this runs on the scheduler thread.
+        """
+        policy, mailbox = self._policy, self._mailbox
+        if policy.source == DecisionSource.HALTED:
+            return None
+        if self._ranks > 1 and policy.forward_iter >= self._next_check:
+            self._next_check = policy.forward_iter + self._check_steps
+            return PolicyUpdate(check=True, halt_steps=policy.halt_steps)
+        if mailbox.table is not None and now >= self._not_before:
+            delivery = mailbox.take()
+            self._not_before = now + self._min_interval
+            self._deadline = delivery.deadline
+            self._next_check = min(self._next_check, policy.forward_iter + CHECK_AFTER_CHANGE)
+            return PolicyUpdate(table=delivery.table)
+        if policy.source == DecisionSource.FALLBACK:
+            return None
+        lease_epoch, lease_deadline = mailbox.lease
+        if policy.table is not None and lease_epoch == policy.table.epoch:
+            self._deadline = max(self._deadline, lease_deadline)
+        if now <= self._deadline:
+            return PolicyUpdate(source=DecisionSource.TABLE) if policy.source == DecisionSource.STALE else None
+        if now > self._deadline + self._stale_seconds:
+            return PolicyUpdate(source=DecisionSource.FALLBACK)
+        if policy.source == DecisionSource.TABLE:
+            return PolicyUpdate(source=DecisionSource.STALE)
+        return None
+
+
+@dataclass
+class Confirmation:
+    """What the last comparison of the ranks found."""
+
+    epoch: int = 0
+    ranks: int = 0
+
+
+def apply_update(
+    update: PolicyUpdate, policy: TablePolicy, settings_hash: int, all_gather: AllGather, confirmation: Confirmation
+) -> None:
+    """Every rank: carry out one update, called by SGLang's dispatcher in broadcast order."""
+    if update.table is not None:
+        policy.adopt(update.table)
+    elif update.source is not None:
+        policy.set_source(update.source)
+    elif update.check:
+        epoch = policy.table.epoch if policy.table is not None else 0
+        held = all_gather((epoch, policy.decision_hash, settings_hash))
+        if all(one == held[0] for one in held):
+            confirmation.epoch, confirmation.ranks = epoch, len(held)
+            return
+        what = "table epochs", "decisions", "SPECPILOT_ settings"
+        differing = [name for name, values in zip(what, zip(*held, strict=True), strict=True) if len(set(values)) > 1]
+        reason = f"the ranks differ in their {', '.join(differing)}"
+        policy.halt(update.halt_steps, reason)
+        logger.error(
+            "specpilot: %s (forward pass %d, per rank: %s). Switching stops at %d steps until the server restarts.",
+            reason,
+            policy.forward_iter,
+            held,
+            update.halt_steps,
+        )

@@ -1,0 +1,249 @@
+"""The one socket of a server to its controller, in a thread of its own.
+
+The scheduler thread never touches a socket: records go into a bounded queue that this thread
+drains, and a table arrives in a mailbox that the scheduler's next receiving pass empties.
+Both are plain attribute and deque operations. When the controller does not read, sends fail
+at once, the queue fills, and new records are dropped and counted.
+
+Thread-safety: the queue is a ``deque`` (atomic append and popleft); the mailbox's fields are
+each replaced by one assignment, written here and read, or cleared, by the scheduler thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import NamedTuple
+
+import zmq
+
+from sglang_hooks.table_policy import CompiledTable, TableError
+from sglang_hooks.wire import (
+    MAX_MESSAGE_BYTES,
+    DecisionTable,
+    FrameDecoder,
+    Hello,
+    HelloRequest,
+    HookState,
+    Lease,
+    StepBatch,
+    StepRecord,
+    ToHook,
+    WireError,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+DRAIN_SECONDS = 0.02
+"""How often the record queue is looked at; a table wakes the thread at once."""
+
+STATE_SECONDS = 1.0
+SILENCE_SECONDS = 5.0
+"""Without a word from the controller for this long, Hello is repeated: it may have restarted."""
+
+BATCH_RECORDS = 32
+"""Per frame: encoding holds the GIL, and 32 records at batch size 256 take it for about 70 us."""
+
+SEND_HIGH_WATER = 256
+"""Frames ZMQ may hold for a controller that does not read: about 8,000 records."""
+
+
+class Delivery(NamedTuple):
+    """A table as it lies in the mailbox; times are monotonic seconds."""
+
+    table: CompiledTable
+    deadline: float
+    received_at: float
+
+
+class Mailbox:
+    """What the controller last sent, for the scheduler thread of rank 0 to take."""
+
+    def __init__(self) -> None:
+        self.table: Delivery | None = None
+        self.lease: tuple[int, float] = (0, 0.0)
+
+    def take(self) -> Delivery:
+        """Return and clear the waiting table; call only when there is one."""
+        delivery = self.table
+        assert delivery is not None
+        self.table = None
+        return delivery
+
+
+class RecordQueue:
+    """Bounded hand-over of records from the scheduler thread to the link."""
+
+    def __init__(self, limit: int) -> None:
+        self._records: deque[StepRecord] = deque()
+        self._limit = limit
+        self.dropped = 0
+
+    def put(self, record: StepRecord) -> None:
+        """Append, or drop and count; never waits."""
+        if len(self._records) >= self._limit:
+            self.dropped += 1
+        else:
+            self._records.append(record)
+
+    def take(self, limit: int) -> list[StepRecord]:
+        """Return up to ``limit`` records, oldest first (link thread)."""
+        records = self._records
+        return [records.popleft() for _ in range(min(limit, len(records)))]
+
+    def put_back(self, records: Sequence[StepRecord]) -> None:
+        """Return records that could not be sent to the front (link thread)."""
+        self._records.extendleft(reversed(records))
+
+
+class Link(threading.Thread):
+    """DEALER to the controller's ROUTER: sends Hello, records and state, takes tables and leases."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        hello: Callable[[], Hello],
+        state: Callable[[], HookState],
+        queue: RecordQueue,
+        mailbox: Mailbox,
+        candidate_steps: Sequence[int],
+    ) -> None:
+        super().__init__(name="specpilot-link", daemon=True)
+        self._endpoint = endpoint
+        self._hello = hello
+        self._state = state
+        self._queue = queue
+        self._mailbox = mailbox
+        self._candidates = tuple(candidate_steps)
+        self._decoder = FrameDecoder(ToHook)
+        self._newest_epoch = 0
+        self._stopping = threading.Event()
+        self._said: set[str] = set()
+        self.counters = {"tables_received": 0, "tables_refused": 0, "messages_refused": 0, "leases_ignored": 0}
+
+    def stop(self, timeout: float = 2.0) -> None:
+        """Send what is queued, as far as the controller takes it at once, and end the thread."""
+        self._stopping.set()
+        self.join(timeout)
+
+    @property
+    def newest_epoch(self) -> int:
+        """Epoch of the newest table that was accepted (0: none yet)."""
+        return self._newest_epoch
+
+    def run(self) -> None:
+        """Thread body: until ``stop``, or the process ends."""
+        context = zmq.Context()
+        try:
+            with context.socket(zmq.DEALER) as socket:
+                self._configure(socket)
+                socket.connect(self._endpoint)
+                self._loop(socket)
+        except Exception:
+            # Nothing here may reach the server; without this thread the lease runs out by itself.
+            logger.exception("specpilot: the link to %s has ended, the server goes on without it", self._endpoint)
+        finally:
+            context.destroy(linger=0)
+
+    def _configure(self, socket: zmq.Socket[bytes]) -> None:
+        hello = self._hello()
+        socket.setsockopt(zmq.IDENTITY, f"{hello.server_id}/{hello.dp_rank}".encode()[:255])
+        socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
+        socket.setsockopt(zmq.RCVHWM, SEND_HIGH_WATER)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.LINGER, 0)
+        # Do not queue for a controller that is not there: records wait in our own bounded queue.
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+
+    def _loop(self, socket: zmq.Socket[bytes]) -> None:
+        next_state = 0.0
+        heard_at = float("-inf")
+        greeted = False
+        last_said: tuple[object, ...] = ()
+        while True:
+            if socket.poll(int(DRAIN_SECONDS * 1000)):
+                heard_at = monotonic()
+                greeted = self._receive(socket) and greeted
+            stopping = self._stopping.is_set()
+            now = monotonic()
+            if now - heard_at > SILENCE_SECONDS:
+                greeted = False
+            state = self._state()
+            said = (state.source, state.epoch, state.confirmed_epoch)
+            if now >= next_state or said != last_said or stopping:
+                next_state = now + STATE_SECONDS
+                greeted = greeted or self._send(socket, encode(self._hello()))
+                if self._send(socket, encode(state)):
+                    last_said = said
+            self._send_records(socket)
+            if stopping:
+                return
+
+    def _send(self, socket: zmq.Socket[bytes], frame: bytes) -> bool:
+        try:
+            socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _send_records(self, socket: zmq.Socket[bytes]) -> None:
+        while records := self._queue.take(BATCH_RECORDS):
+            if not self._send(socket, encode(StepBatch(records, self._queue.dropped))):
+                self._queue.put_back(records)
+                return
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> bool:
+        """Take every waiting message; return False if the controller asked who we are."""
+        known = True
+        while True:
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return known
+            try:
+                if len(frames) != 1:
+                    raise WireError(f"{len(frames)} frames instead of 1")
+                message = self._decoder.decode(frames[0])
+            except WireError as error:
+                self._refuse("messages_refused", f"a message was ignored: {error}")
+                continue
+            if isinstance(message, DecisionTable):
+                self._take_table(message)
+            elif isinstance(message, Lease):
+                self._take_lease(message)
+            elif isinstance(message, HelloRequest):
+                known = False
+
+    def _take_table(self, table: DecisionTable) -> None:
+        self.counters["tables_received"] += 1
+        if table.epoch <= self._newest_epoch:
+            self._refuse("tables_refused", f"table of epoch {table.epoch} is not newer than {self._newest_epoch}")
+            return
+        try:
+            compiled = CompiledTable.compile(table, self._candidates)
+        except TableError as error:
+            self._refuse("tables_refused", f"a table of policy {table.policy!r} was refused: {error}")
+            return
+        now = monotonic()
+        self._newest_epoch = table.epoch
+        self._mailbox.lease = (table.epoch, now + table.lease_seconds)
+        self._mailbox.table = Delivery(compiled, now + table.lease_seconds, now)
+
+    def _take_lease(self, lease: Lease) -> None:
+        if lease.epoch != self._newest_epoch or not 0.0 < lease.lease_seconds < float("inf"):
+            self._refuse("leases_ignored", f"lease for epoch {lease.epoch}, the newest table is {self._newest_epoch}")
+            return
+        self._mailbox.lease = (lease.epoch, monotonic() + lease.lease_seconds)
+
+    def _refuse(self, counter: str, text: str) -> None:
+        """Count, and log once per kind: a controller gone wrong must not fill the server's log."""
+        self.counters[counter] += 1
+        if counter not in self._said:
+            self._said.add(counter)
+            logger.warning("specpilot: %s (counted from now on as %s)", text, counter)

@@ -1,0 +1,425 @@
+"""Where Specpilot enters SGLang: the entry point of ``sglang.srt.plugins``, and every hook.
+
+SGLang calls ``activate`` in each of its processes. Without SPECPILOT_ENDPOINT it returns at
+once. With it, it checks the version and replaces ``AdaptiveSpeculativeParams``, the policy
+class of ``--speculative-adaptive``. SGLang builds that class only in scheduler processes
+that adapt, so its constructor is where the other hooks are put in place: they touch modules
+that the tokenizer and the detokenizer should not import.
+
+    target                                            what the hook does
+    AdaptiveSpeculativeParams                         is replaced by SglangTablePolicy
+    Scheduler.init_model_worker                       refuses a server that silently stopped adapting
+    Scheduler.init_request_dispatcher                 starts the agent, routes PolicyUpdate to it
+    SchedulerRequestReceiver._pull_raw_reqs           rank 0: adds a PolicyUpdate to the broadcast
+    EAGLEWorkerV2.forward_batch_generation            context before, facts after a launch
+    SchedulerBatchResultProcessor.process_batch_result_decode      makes the StepRecord
+    EAGLEWorkerV2.apply_runtime_state                 drops what switching would leave behind
+    EagleDraftWorkerBase._rebuild_topk1_chain_buffers keeps one pair of buffers per K
+
+SGLang only logs what a plugin raises, and a server that runs unhooked looks healthy.
+So whatever goes wrong here ends the start: SystemExit passes SGLang's handler.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from sglang_hooks.agent import Agent, ServerFacts, default_server_id
+from sglang_hooks.broadcast import PolicyUpdate
+from sglang_hooks.settings import Settings, SettingsError
+from sglang_hooks.table_policy import TablePolicy
+
+if TYPE_CHECKING:
+    from sglang.srt.plugins.hook_registry import HookSource, HookType
+
+logger = logging.getLogger(__name__)
+
+TESTED_VERSIONS = ("0.5.20", "0.5.21", "0.5.22", "0.5.23")
+RIG_VERSION = "0.5.17"
+"""Runs on the GPU rig of this project only; its adaptive mode must start at the widest step."""
+
+POLICY_CLASS = "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_COMPONENTS = "sglang.srt.managers.scheduler_components"
+_WORKER = "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2"
+_DRAFT_WORKER = "sglang.srt.speculative.base_spec_worker.EagleDraftWorkerBase"
+_WORKER_LOGGER = "sglang.srt.speculative.eagle_worker_v2"
+
+_RESTORE = "adaptive_spec.restore"
+"""The name under which SGLang logs each switch in its list of overrides."""
+
+
+@dataclass(frozen=True)
+class _Patch:
+    """One patched attribute, and what ``uninstall`` puts back."""
+
+    target: str
+    owner: Any
+    name: str
+    original: Any
+    wraps_others: bool
+    """Another plugin's hooks were applied already: ``original`` is their wrapper."""
+
+
+@dataclass
+class _Installed:
+    """What this process has of Specpilot in it."""
+
+    settings: Settings | None = None
+    agent: Agent | None = None
+    patches: list[_Patch] = field(default_factory=list)
+
+
+_installed = _Installed()
+
+
+def activate() -> None:
+    """Entry point of ``sglang.srt.plugins``; inert without SPECPILOT_ENDPOINT."""
+    if not os.environ.get("SPECPILOT_ENDPOINT"):
+        logger.info("specpilot: SPECPILOT_ENDPOINT is not set, the plugin does nothing")
+        return
+    try:
+        settings = Settings.from_environment(os.environ)
+    except SettingsError as error:
+        _refuse(str(error))
+    _check_version(settings)
+    _installed.settings = settings
+
+    from sglang.srt.plugins.hook_registry import HookType
+
+    _check_signatures()
+    hooks: list[tuple[str, Any, HookType]] = [(POLICY_CLASS, _policy_class(), HookType.REPLACE)]
+    if "sglang.srt.managers.scheduler" in sys.modules:  # a scheduler process, or the one that starts them
+        hooks.append((f"{_SCHEDULER}.init_model_worker", _after_init_model_worker, HookType.AFTER))
+    _install(hooks)
+
+
+def uninstall() -> None:
+    """Take every hook out and leave SGLang's classes as they were; stops the agent."""
+    global _installed
+    from sglang.srt.plugins.hook_registry import HookRegistry, _propagate_patch
+
+    for patch in reversed(_installed.patches):
+        current = inspect.getattr_static(patch.owner, patch.name)
+        setattr(patch.owner, patch.name, patch.original)
+        if isinstance(patch.original, type):
+            _propagate_patch(current, patch.original, patch.owner)
+        hooks = HookRegistry._hooks.pop(patch.target)
+        HookRegistry._patched.discard(patch.target)
+        if others := [hook for hook in hooks if hook[2] != _source()]:
+            HookRegistry._hooks[patch.target] = others
+        if patch.wraps_others:
+            HookRegistry._patched.add(patch.target)
+    HookRegistry.apply_hooks()  # of other plugins that had been applied together with ours
+    logging.getLogger(_WORKER_LOGGER).removeFilter(_not_a_switch)
+    if _installed.agent is not None:
+        _installed.agent.stop()
+    _installed = _Installed()
+
+
+# -- start-up checks --
+
+
+def _refuse(text: str) -> NoReturn:
+    logger.error("specpilot: %s", text)
+    raise SystemExit(f"specpilot: {text}")
+
+
+def _check_version(settings: Settings) -> None:
+    import sglang
+
+    version = sglang.__version__
+    if version in (*TESTED_VERSIONS, RIG_VERSION) or settings.allow_untested:
+        return
+    _refuse(
+        f"SGLang {version} is not one of the tested versions {', '.join(TESTED_VERSIONS)}: install one of them, "
+        "unset SPECPILOT_ENDPOINT, or set SPECPILOT_ALLOW_UNTESTED=1 to try"
+    )
+
+
+_SIGNATURES = {
+    f"{POLICY_CLASS}.__init__": ("self", "initial_steps", "cfg_path"),
+    "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController.activate_step_by_batch": ("self", "batch_size"),
+    "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController.on_verify_complete": (
+        "self",
+        "num_correct_drafts_per_req",
+        "batch_size",
+    ),
+    "sglang.srt.speculative.adaptive_spec_params.resolve_candidate_steps_from_config": ("cfg_path",),
+}
+_SCHEDULER_SIGNATURES = {
+    f"{_COMPONENTS}.request_receiver.SchedulerRequestReceiver._pull_raw_reqs": ("self",),
+    f"{_COMPONENTS}.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_decode": (
+        "self",
+        "batch",
+        "result",
+    ),
+    f"{_SCHEDULER}.init_request_dispatcher": ("self",),
+    f"{_WORKER}.apply_runtime_state": ("self", "state"),
+    f"{_DRAFT_WORKER}._rebuild_topk1_chain_buffers": ("self",),
+}
+_FIELDS = {
+    "sglang.srt.managers.utils.GenerationBatchResult": (
+        "num_correct_drafts_per_req_cpu",
+        "speculative_num_draft_tokens",
+        "copy_done",
+        "can_run_cuda_graph",
+    ),
+    "sglang.srt.managers.schedule_batch.ScheduleBatch": ("forward_iter", "launch_ts", "has_grammar", "forward_mode"),
+}
+
+
+def _check_signatures(signatures: dict[str, tuple[str, ...]] = _SIGNATURES) -> None:
+    for target, expected in signatures.items():
+        try:
+            found = tuple(inspect.signature(pkgutil.resolve_name(target)).parameters)
+        except (ImportError, AttributeError) as error:
+            _moved(target, str(error))
+        if found != expected:
+            _moved(target, f"its parameters are {found}, not {expected}")
+
+
+def _check_fields() -> None:
+    for target, names in _FIELDS.items():
+        fields = getattr(pkgutil.resolve_name(target), "__dataclass_fields__", {})
+        for name in names:
+            if name not in fields:
+                _moved(target, f"it has no field {name!r}")
+
+
+def _moved(target: str, why: str) -> NoReturn:
+    _refuse(f"{target} is not what this release of specpilot knows ({why}): use a tested SGLang")
+
+
+def _source() -> HookSource:
+    from sglang.srt.plugins.hook_registry import HookSource
+
+    return HookSource(plugin_name="specpilot", dist_name="specpilot")
+
+
+def _install(hooks: Sequence[tuple[str, Any, HookType]]) -> None:
+    """Register and apply hooks, and make sure that each is really in place."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    patches = []
+    foreign: dict[str, list[Any]] = {}
+    for target, hook, kind in hooks:
+        owner_path, name = target.rsplit(".", 1)
+        owner = pkgutil.resolve_name(owner_path)
+        if target in HookRegistry._patched:
+            # SGLang would skip ours: it applies a target's hooks once. Wrap what is there.
+            foreign[target] = HookRegistry._hooks.pop(target)
+            HookRegistry._patched.discard(target)
+        patches.append(_Patch(target, owner, name, inspect.getattr_static(owner, name), target in foreign))
+        HookRegistry.register(target, hook, kind, source=_source())
+    _installed.patches.extend(patches)
+    HookRegistry.apply_hooks()
+    for target, others in foreign.items():
+        HookRegistry._hooks[target] = others + HookRegistry._hooks[target]
+    for patch in patches:
+        if inspect.getattr_static(patch.owner, patch.name) is patch.original:
+            _moved(patch.target, "SGLang could not patch it, see its log")
+
+
+def _not_a_switch(record: logging.LogRecord) -> bool:
+    """Filter out SGLang's line for every switch; the records and the metrics tell it better."""
+    return not str(record.msg).startswith("Switch adaptive runtime state")
+
+
+# -- the policy class, and what its constructor installs --
+
+
+@functools.cache
+def _policy_class() -> type:
+    """Make the replacement class; SGLang builds it once in every scheduler that adapts."""
+    from sglang.srt.speculative.adaptive_spec_params import resolve_candidate_steps_from_config
+
+    class SglangTablePolicy(TablePolicy):
+        """``AdaptiveSpeculativeParams`` that answers from the controller's table."""
+
+        def __init__(self, initial_steps: int, cfg_path: str | None = None) -> None:
+            settings = _installed.settings
+            assert settings is not None
+            try:
+                super().__init__(settings, resolve_candidate_steps_from_config(cfg_path), initial_steps)
+            except SettingsError as error:
+                _refuse(str(error))
+            _check_rig(self.candidate_steps, initial_steps)
+            _installed.agent = Agent(settings, self)
+            _install_scheduler_hooks()
+
+    return SglangTablePolicy
+
+
+def _check_rig(candidates: Sequence[int], initial_steps: int) -> None:
+    import sglang
+
+    if sglang.__version__ == RIG_VERSION and initial_steps != max(candidates):
+        _refuse(
+            f"SGLang {RIG_VERSION} must start at its widest candidate: set --speculative-num-steps {max(candidates)}"
+        )
+
+
+def _install_scheduler_hooks() -> None:
+    from sglang.srt.plugins.hook_registry import HookType
+
+    _check_signatures(_SCHEDULER_SIGNATURES)
+    _check_fields()
+    receiver = f"{_COMPONENTS}.request_receiver.SchedulerRequestReceiver"
+    processor = f"{_COMPONENTS}.batch_result_processor.SchedulerBatchResultProcessor"
+    _install(
+        [
+            (f"{_SCHEDULER}.init_request_dispatcher", _after_init_request_dispatcher, HookType.AFTER),
+            (f"{receiver}._pull_raw_reqs", _after_pull_raw_reqs, HookType.AFTER),
+            (f"{_WORKER}.forward_batch_generation", _around_forward, HookType.AROUND),
+            (f"{processor}.process_batch_result_decode", _around_decode_result, HookType.AROUND),
+            (f"{_WORKER}.apply_runtime_state", _around_apply_runtime_state, HookType.AROUND),
+            (f"{_DRAFT_WORKER}._rebuild_topk1_chain_buffers", _around_rebuild_chain_buffers, HookType.AROUND),
+        ]
+    )
+    logging.getLogger(_WORKER_LOGGER).addFilter(_not_a_switch)
+
+
+def _agent() -> Agent:
+    agent = _installed.agent
+    assert agent is not None, "hooks run only where the policy was built"
+    return agent
+
+
+# -- hooks at start --
+
+
+def _after_init_model_worker(result: Any, scheduler: Any) -> None:  # noqa: ARG001
+    worker = scheduler.draft_worker
+    controller = getattr(worker, "adaptive_controller", None)
+    if controller is None or _installed.agent is None or controller.params is not _installed.agent.policy:
+        _refuse(
+            "this server does not adapt its speculation, so nothing could be steered: start it with "
+            "--speculative-algorithm EAGLE or EAGLE3, --speculative-eagle-topk 1 and --speculative-adaptive "
+            "(SGLang's own warning 'speculative_adaptive disabled' names what it did not accept), "
+            "or unset SPECPILOT_ENDPOINT"
+        )
+
+
+def _after_init_request_dispatcher(result: Any, scheduler: Any) -> None:  # noqa: ARG001
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.utils import TypeBasedDispatcher
+
+    agent = _agent()
+    scheduler._request_dispatcher += TypeBasedDispatcher([(PolicyUpdate, agent.apply)])
+    ranks = getattr(scheduler, "ps", None) or get_parallel()
+    agent.start(
+        _server_facts(scheduler, ranks, agent.settings),
+        load=lambda: _load(scheduler),
+        all_gather=scheduler.tp_group.all_gather_object if ranks.tp_size > 1 else lambda value: [value],
+    )
+
+
+def _server_facts(scheduler: Any, ranks: Any, settings: Settings) -> ServerFacts:
+    import sglang
+
+    args = scheduler.server_args
+    runner = scheduler.tp_worker.model_runner
+    graphs = runner.decode_cuda_graph_runner
+    return ServerFacts(
+        server_id=settings.server_id or default_server_id(_host(args.host), args.port),
+        model=args.model_path,
+        draft_model=args.speculative_draft_model_path or "",
+        algorithm=args.speculative_algorithm,
+        topk=scheduler.draft_worker.topk,
+        captured_batch_sizes=tuple(graphs.capture_bs) if graphs is not None else (),
+        max_running_requests=scheduler.max_running_requests,
+        kv_tokens=scheduler.max_total_num_tokens,
+        overlap=scheduler.enable_overlap,
+        rank=ranks.tp_rank,
+        tp_size=ranks.tp_size,
+        dp_size=args.dp_size,
+        dp_rank=ranks.dp_rank or 0,
+        gpu=_gpu_name(),
+        sglang_version=sglang.__version__,
+        context_length=scheduler.model_config.context_len,
+    )
+
+
+def _host(host: str | None) -> str:
+    """A name that tells servers of different machines apart: loopback and any-address do not."""
+    return "" if host in (None, "", "127.0.0.1", "localhost", "0.0.0.0", "::", "::1") else str(host)  # noqa: S104
+
+
+def _gpu_name() -> str:
+    from sglang.srt.utils import get_device_name
+
+    try:
+        return str(get_device_name())
+    except Exception:  # the name is for people and fingerprints; a driver without one is no reason to stop
+        logger.warning("specpilot: the accelerator did not tell its name", exc_info=True)
+        return "unknown"
+
+
+def _load(scheduler: Any) -> tuple[int, int, int]:
+    used = scheduler.max_total_num_tokens - (
+        scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+    )
+    return len(scheduler.running_batch.reqs), len(scheduler.waiting_queue), used
+
+
+# -- hooks of the loop; what they cost is measured by `specpilot bench hook` --
+
+
+def _after_pull_raw_reqs(received: list[Any] | None, receiver: Any) -> None:  # noqa: ARG001
+    _agent().pull(received)
+
+
+def _around_forward(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    agent = _agent()
+    if not agent.ready:  # warm-up passes while SGLang starts
+        return original(worker, batch, *args, **kwargs)
+    decode = batch.forward_mode.is_decode()
+    agent.launched(batch)
+    result = original(worker, batch, *args, **kwargs)
+    if decode:
+        agent.decided(batch)
+    return result
+
+
+def _around_decode_result(original: Callable[..., Any], processor: Any, batch: Any, result: Any) -> Any:
+    agent = _agent()
+    ended = agent.settling(batch)
+    value = original(processor, batch, result)
+    agent.settled(batch, result, ended)
+    return value
+
+
+def _around_apply_runtime_state(original: Callable[..., Any], worker: Any, state: Any) -> Any:
+    """Keep one entry of SGLang's override log for all switches: it is never trimmed there."""
+    from sglang.srt.runtime_context import get_context
+
+    log = get_context()._overrides_log
+    last = len(log) - 1
+    value = original(worker, state)
+    if last >= 0 and len(log) > last + 1 and log[last][0] == _RESTORE and log[-1][0] == _RESTORE:
+        del log[last]
+    return value
+
+
+def _around_rebuild_chain_buffers(original: Callable[..., Any], draft_worker: Any) -> Any:
+    """Build each K's two read-only index buffers once; SGLang allocates them anew at every switch."""
+    if not _agent().ready:
+        return original(draft_worker)
+    kept = draft_worker.__dict__.setdefault("_specpilot_chain_buffers", {})
+    key = (draft_worker.topk, draft_worker.speculative_num_steps, draft_worker.speculative_num_draft_tokens)
+    if key in kept:
+        draft_worker._topk1_parents_prealloc, draft_worker._topk1_score_indices_prealloc = kept[key]
+        return None
+    value = original(draft_worker)
+    if draft_worker.topk == 1:
+        kept[key] = draft_worker._topk1_parents_prealloc, draft_worker._topk1_score_indices_prealloc
+    return value

@@ -1,0 +1,195 @@
+"""Options of the plugin, read from the environment once, when a server process loads it.
+
+``OPTIONS`` is the one table of them: the reader, the error texts and ``docs/options.md``
+all follow it. A variable that begins with SPECPILOT_ and is not in it is an error, since a
+misspelt option would otherwise be a silent default on a production server.
+
+They must be equal on every rank of a server; the ranks compare them before the first decode.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+class SettingsError(ValueError):
+    """A variable that cannot be used: the text names it, its value and what would be right."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One environment variable: how its text is read, and what it means to an operator."""
+
+    name: str
+    default: str
+    meaning: str
+    read: Callable[[str], Any]
+
+
+def _mode(text: str) -> str:
+    if text not in ("control", "shadow"):
+        raise ValueError("use 'control' or 'shadow'")
+    return text
+
+
+def _endpoint(text: str) -> str:
+    if not text:
+        return ""
+    if text.startswith("tcp://"):
+        raise ValueError("tcp:// would be readable by the whole network; this release speaks ipc:// only")
+    if not text.startswith("ipc:///"):
+        raise ValueError("use ipc:// and an absolute path, the one that `specpilot controller` prints")
+    if len(os.fsencode(text.removeprefix("ipc://"))) > 107:
+        raise ValueError("the path of a socket can hold 107 bytes")
+    return text
+
+
+def _steps(text: str) -> int | None:
+    return None if text == "" else _not_negative(text)
+
+
+def _not_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError("use a whole number that is not negative")
+    return value
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise ValueError("use a whole number above 0")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError("use seconds, not negative")
+    return value
+
+
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("use 0 or 1")
+    return text == "1"
+
+
+def _max_steps(text: str) -> tuple[tuple[int, int], ...]:
+    if not text:
+        return ()
+    pairs: list[tuple[int, int]] = []
+    for item in text.split(","):
+        batch, colon, steps = item.partition(":")
+        if not colon:
+            raise ValueError("use batch:steps pairs such as 16:3,64:0")
+        pairs.append((_positive(batch), _not_negative(steps)))
+    if pairs != sorted(set(pairs)) or len({batch for batch, _ in pairs}) != len(pairs):
+        raise ValueError("batch sizes must rise from pair to pair")
+    return tuple(pairs)
+
+
+OPTIONS = (
+    Option(
+        "SPECPILOT_ENDPOINT", "", "Socket of the controller, `ipc:///path`. Empty: the plugin is inert.", _endpoint
+    ),
+    Option(
+        "SPECPILOT_MODE",
+        "control",
+        "`control` applies the controller's tables; `shadow` decides and records, but applies the fallback.",
+        _mode,
+    ),
+    Option(
+        "SPECPILOT_FALLBACK",
+        "",
+        "Steps (K) before the first table, and when the last one is too old. Empty: `--speculative-num-steps`.",
+        _steps,
+    ),
+    Option(
+        "SPECPILOT_MAX_STEPS_BY_BATCH",
+        "",
+        "Upper bounds that no table can pass: `16:3,64:0` means at most 3 from batch size 16 on, 0 from 64 on.",
+        _max_steps,
+    ),
+    Option(
+        "SPECPILOT_STALE_SECONDS",
+        "600",
+        "How long the last table stays in force, without exploration, after its lease ran out.",
+        _seconds,
+    ),
+    Option(
+        "SPECPILOT_SERVER_ID",
+        "",
+        "Name of this server, the same after a restart. Empty: host name and port.",
+        str,
+    ),
+    Option(
+        "SPECPILOT_QUEUE_RECORDS",
+        "8192",
+        "Step records kept while the controller does not read; more are dropped and counted.",
+        _positive,
+    ),
+    Option(
+        "SPECPILOT_MIN_TABLE_INTERVAL_SECONDS",
+        "0.5",
+        "Shortest time between two changes of the table; in between only the newest waits.",
+        _seconds,
+    ),
+    Option(
+        "SPECPILOT_CHECK_STEPS",
+        "1024",
+        "Forward passes between two comparisons of the ranks' decisions.",
+        _positive,
+    ),
+    Option(
+        "SPECPILOT_ALLOW_UNTESTED",
+        "0",
+        "`1` starts on an SGLang version that this release was not tested with.",
+        _flag,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options as values; seconds, steps and records as their names say."""
+
+    endpoint: str = ""
+    mode: str = "control"
+    fallback: int | None = None
+    max_steps_by_batch: tuple[tuple[int, int], ...] = ()
+    stale_seconds: float = 600.0
+    server_id: str = ""
+    queue_records: int = 8192
+    min_table_interval_seconds: float = 0.5
+    check_steps: int = 1024
+    allow_untested: bool = False
+
+    @staticmethod
+    def from_environment(environment: Mapping[str, str]) -> Settings:
+        """Read every option; raise SettingsError naming the variable that is wrong or unknown.
+
+        >>> Settings.from_environment({"SPECPILOT_MAX_STEPS_BY_BATCH": "16:3,64:0"}).max_steps_by_batch
+        ((16, 3), (64, 0))
+        """
+        known = {option.name for option in OPTIONS}
+        for name in environment:
+            if name.startswith("SPECPILOT_") and name not in known:
+                raise SettingsError(f"{name} is not an option of specpilot; known are {', '.join(sorted(known))}")
+        values = {}
+        for option in OPTIONS:
+            text = environment.get(option.name, option.default).strip()
+            try:
+                values[option.name.removeprefix("SPECPILOT_").lower()] = option.read(text)
+            except ValueError as error:
+                raise SettingsError(f"{option.name}={text!r} cannot be used: {error}") from error
+        return Settings(**values)
+
+    def decision_hash(self) -> int:
+        """Hash of what the ranks' decisions depend on (equal on all ranks, 32 bits)."""
+        text = repr((self.mode, self.fallback, self.max_steps_by_batch))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")

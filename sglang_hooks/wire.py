@@ -1,0 +1,252 @@
+"""Messages between a server's hooks and the controller: msgspec structs as MessagePack.
+
+    hook  -> controller   Hello, StepBatch, HookState
+    controller -> hook    HelloRequest, DecisionTable, Lease
+    operator <-> controller   StatusRequest, StatusReport
+
+One message is one ZMQ frame: a version byte, then a MessagePack array that begins with the
+message's tag. Readers check size and version before anything is decoded, and nothing
+received is ever unpickled. Seconds everywhere; *steps* is ``speculative_num_steps`` (K),
+*draft tokens* is what the target verifies per request (K+1 for a chain), *accepted drafts*
+does not count the bonus token.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+import msgspec
+
+WIRE_VERSION = 1
+MAX_MESSAGE_BYTES = 4 << 20
+"""A StepBatch of 256 records at batch size 1024 is about 0.6 MB; a table a few kB."""
+
+MASKED = -1
+"""In ``StepRecord.accepted_drafts``: a row whose request had already finished or was retracted."""
+
+
+class WireError(ValueError):
+    """A frame that is not a message of this version; the text says what is wrong with it."""
+
+
+class ForwardKind(enum.IntEnum):
+    """What a forward pass of the server did."""
+
+    NONE = 0
+    DECODE = 1
+    EXTEND = 2
+    MIXED = 3
+    OTHER = 4
+
+
+class DecisionSource(enum.IntEnum):
+    """Who decided a step."""
+
+    FALLBACK = 0
+    """No table yet, or the last one is older than its lease plus ``stale_seconds``."""
+    TABLE = 1
+    STALE = 2
+    """The lease ran out: the last table without its exploration."""
+    HALTED = 3
+    """The ranks disagreed or a lookup failed; nothing switches until a restart."""
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """What a server is and can do; sent at connect, and again until the controller answers."""
+
+    server_id: str
+    instance: str
+    """Changes with every process: two live servers with one id are told apart by it."""
+    model: str
+    draft_model: str
+    algorithm: str
+    topk: int
+    candidate_steps: list[int]
+    fallback_steps: int
+    skip: str
+    """Kind of K=0 step: "verify" (SGLang's width-1 verify) or "none" (K=0 is no candidate)."""
+    captured_batch_sizes: list[int]
+    max_running_requests: int
+    kv_tokens: int
+    overlap: bool
+    tp_size: int
+    dp_size: int
+    dp_rank: int
+    gpu: str
+    sglang_version: str
+    context_length: int
+    mode: str
+    epoch: int
+    """Epoch of the newest table this server has seen, so that a new controller continues above it."""
+
+
+class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One decode step as it was applied and observed, with the raw facts to judge it by.
+
+    Whether ``seconds`` is this step's own time is the learner's judgement: it is, when
+    ``forwards == 1``, ``previous_kind`` is DECODE and ``launch_gap_seconds`` is small.
+    """
+
+    record_seq: int
+    """Counts every record made, sent or dropped: gaps are losses."""
+    step: int
+    """SGLang's ``forward_iter``; prefills count too."""
+    time: float
+    """Host time of completion, seconds since the Unix epoch."""
+    seconds: float
+    """Since the completion of the previous decode step; 0 for the first."""
+    batch_size: int
+    padded_batch_size: int
+    """Captured CUDA-graph size the batch was padded to; ``batch_size`` when it ran eagerly."""
+    context_tokens: int
+    """Sum of sequence lengths at launch, host-side, at most 16 forward passes old."""
+    steps: int
+    """K asked for at launch."""
+    proposed_steps: int
+    """K the table asked for; differs from ``steps`` only in shadow mode."""
+    draft_tokens: int
+    """Tokens verified per request, from the step's own result (K+1 for a chain)."""
+    accepted_drafts: list[int]
+    """Per request, without the bonus token; MASKED for rows that were no longer live."""
+    truncated: list[int]
+    """Rows whose request ended within this step: their count stops there, it is not a rejection."""
+    running: int
+    queued: int
+    kv_used_tokens: int
+    source: int
+    epoch: int
+    cell: int
+    """``batch_region * (len(context_edges) + 1) + context_region``; -1 without a table."""
+    probability: float
+    """Of having chosen ``proposed_steps`` in this cell."""
+    block: int
+    """Exploration block this step belongs to; -1 where the cell explores nothing."""
+    previous_kind: int
+    previous_width: int
+    """Tokens of the forward launched just before."""
+    forwards: int
+    """Forward passes since the previous decode step (1 = back to back)."""
+    prefill_tokens: int
+    """Prompt tokens launched since the previous decode step."""
+    launch_gap_seconds: float
+    """Launch minus the previous decode completion; negative when overlap hid the launch."""
+    after_idle: bool | None
+    """The server had been idle; None where SGLang does not say (0.5.17)."""
+    graph: bool
+    overlap: bool
+    grammar: bool
+
+
+class StepBatch(msgspec.Struct, frozen=True, array_like=True, tag="steps"):
+    """Records in order, and how many were dropped since the process began."""
+
+    records: list[StepRecord]
+    dropped: int
+
+
+class HookState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
+    """What the hooks are doing now; sent once a second and at every change."""
+
+    instance: str
+    source: int
+    epoch: int
+    """Of the table in force (0: none)."""
+    confirmed_epoch: int
+    """Newest epoch that every rank was seen to hold."""
+    confirmed_ranks: int
+    steps: int
+    """K of the newest launch."""
+    forward_iter: int
+    counters: dict[str, int]
+    halt_reason: str
+
+
+class HelloRequest(msgspec.Struct, frozen=True, array_like=True, tag="hello?"):
+    """Asks a server to introduce itself: the controller is new or has forgotten it."""
+
+
+class DecisionTable(msgspec.Struct, frozen=True, array_like=True, tag="table"):
+    """What to choose in every cell, for as long as the lease is renewed.
+
+    Region i of an axis holds values in (edges[i-1], edges[i]]; one more region lies above
+    the last edge. A cell's index is ``batch_region * (len(context_edges) + 1) + context_region``;
+    ``choice``, ``keep`` and ``explore`` are indexed by it. Context is tokens per request.
+    """
+
+    epoch: int
+    lease_seconds: float
+    policy: str
+    batch_edges: list[int]
+    context_edges: list[int]
+    choice: list[int]
+    keep: list[list[int]]
+    """Steps that may stay in force though ``choice`` differs: hysteresis lives here."""
+    min_dwell_steps: int = 0
+    """Decode steps for which a switch is not followed by another."""
+    explore: dict[int, list[tuple[int, float]]] = {}
+    """Alternatives (steps, probability) by cell; the rest of the mass is the ordinary choice."""
+    block_steps: int = 1
+    """Length of an exploration block in forward passes: one draw holds for all of it."""
+
+
+class Lease(msgspec.Struct, frozen=True, array_like=True, tag="lease"):
+    """The controller is alive and epoch ``epoch`` stays in force for ``lease_seconds`` from now."""
+
+    epoch: int
+    lease_seconds: float
+
+
+class StatusRequest(msgspec.Struct, frozen=True, array_like=True, tag="status?"):
+    """An operator's client asks for a StatusReport."""
+
+
+class StatusReport(msgspec.Struct, frozen=True, array_like=True, tag="status"):
+    """The controller's view of itself and of every server, as JSON (``controller/status.py``)."""
+
+    report: bytes
+
+
+FromHook = Hello | StepBatch | HookState | StatusRequest
+ToHook = HelloRequest | DecisionTable | Lease
+Message = FromHook | ToHook | StatusReport
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    """Return the frame for one message."""
+    return bytes((WIRE_VERSION,)) + _encoder.encode(message)
+
+
+class FrameDecoder:
+    """Decodes the frames of one direction, and refuses everything else.
+
+    >>> FrameDecoder(ToHook).decode(encode(Lease(epoch=3, lease_seconds=5.0)))
+    Lease(epoch=3, lease_seconds=5.0)
+    >>> FrameDecoder(ToHook).decode(b"x")
+    Traceback (most recent call last):
+    sglang_hooks.wire.WireError: wire version 120, this side speaks 1: run the same specpilot on both
+    """
+
+    def __init__(self, expected: object) -> None:
+        self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(expected)  # type: ignore[arg-type]
+
+    def decode(self, frame: bytes | memoryview) -> object:
+        """Return the message in ``frame``; raise WireError for anything else."""
+        if len(frame) > MAX_MESSAGE_BYTES:
+            raise WireError(f"message of {len(frame)} bytes, the limit is {MAX_MESSAGE_BYTES}")
+        if len(frame) < 2:
+            raise WireError("empty message" if not frame else _version_text(frame[0]) or "truncated message")
+        if frame[0] != WIRE_VERSION:
+            raise WireError(_version_text(frame[0]))
+        try:
+            return self._decoder.decode(memoryview(frame)[1:])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise WireError(f"malformed message: {error}") from error
+
+
+def _version_text(version: int) -> str:
+    if version == WIRE_VERSION:
+        return ""
+    return f"wire version {version}, this side speaks {WIRE_VERSION}: run the same specpilot on both"

@@ -236,6 +236,8 @@ class Link(threading.Thread):
         self._mailbox.table = Delivery(compiled, now + table.lease_seconds, now)
 
     def _take_lease(self, lease: Lease) -> None:
+        if lease.epoch == 0:
+            return  # a sign of life of a controller that has no table for us
         if lease.epoch != self._newest_epoch or not 0.0 < lease.lease_seconds < float("inf"):
             self._refuse("leases_ignored", f"lease for epoch {lease.epoch}, the newest table is {self._newest_epoch}")
             return

@@ -191,7 +191,10 @@ class DecisionTable(msgspec.Struct, frozen=True, array_like=True, tag="table"):
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True, tag="lease"):
-    """The controller is alive and epoch ``epoch`` stays in force for ``lease_seconds`` from now."""
+    """The controller is alive, and table ``epoch`` (0: it has none for this server) stays in force.
+
+    ``lease_seconds`` count from the arrival.
+    """
 
     epoch: int
     lease_seconds: float

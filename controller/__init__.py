@@ -1,0 +1,1 @@
+"""The sidecar and its command line: receive, log, learn, decide, push."""

@@ -1,0 +1,136 @@
+"""The command line: ``specpilot controller | status | trace info | demo | bench hook``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+
+from controller.config import ConfigError, default_endpoint, load_config
+
+FAILED = 1
+USAGE = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 1 for a failure, 2 for wrong input."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(
+        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    # A pipe has no width: do not wrap what a script will read at 80 columns.
+    console = Console() if sys.stdout.isatty() else Console(width=int(os.environ.get("COLUMNS", "160")))
+    try:
+        return int(options.run(options, console))
+    except ConfigError as error:
+        sys.stderr.write(f"specpilot: {error}\n")
+        return USAGE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="specpilot", description="Adaptive speculative decoding for SGLang.")
+    parser.add_argument("--version", action="version", version=version("specpilot"))
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("controller", help="run the controller beside one or more servers")
+    command.add_argument("--config", type=Path, help="TOML file (default: all defaults)")
+    command.set_defaults(run=_controller)
+
+    command = commands.add_parser("status", help="what every server does now, and who decided it")
+    command.add_argument("--endpoint", default="", help="of the controller (default: $SPECPILOT_ENDPOINT, or its default)")
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
+    command.set_defaults(run=_status)
+
+    trace = commands.add_parser("trace", help="look into trace logs").add_subparsers(required=True, metavar="WHAT")
+    command = trace.add_parser("info", help="what a trace holds, what it lost, and whether it is whole")
+    command.add_argument("paths", nargs="+", type=Path, help="trace folders or segments")
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
+    command.set_defaults(run=_trace_info)
+
+    command = commands.add_parser("demo", help="a simulated server steered by a real controller, and a picture of it")
+    command.add_argument("--seconds", type=float, default=30.0)
+    command.add_argument("--json", type=Path, help="write a summary for scripts")
+    command.add_argument("--png", type=Path, default=Path("demo/specpilot-demo.png"))
+    command.add_argument("--keep", type=Path, help="keep the trace and the logs in this folder")
+    command.set_defaults(run=_demo)
+
+    bench = commands.add_parser("bench", help="measure Specpilot itself").add_subparsers(required=True, metavar="WHAT")
+    command = bench.add_parser("hook", help="cost on the scheduler thread, table latency, the controller's share of a core")
+    command.add_argument("--json", type=Path, help="write the figures")
+    command.add_argument("--steps", type=int, default=20_000, help="per batch size and controller state")
+    command.add_argument("--memory-steps", type=int, default=1_000_000, help="steps for the controller's memory (0: skip)")
+    command.set_defaults(run=_bench_hook)
+    return parser
+
+
+def _controller(options: argparse.Namespace, console: Console) -> int:  # noqa: ARG001
+    from controller.service import Service
+
+    config = load_config(options.config)
+    service = Service(config)
+    signal.signal(signal.SIGTERM, lambda *_: service.stop())
+    signal.signal(signal.SIGINT, lambda *_: service.stop())
+    logging.getLogger(__name__).info(
+        "listening; start servers with SPECPILOT_ENDPOINT=%s in their environment", service.endpoint
+    )
+    service.run()
+    return 0
+
+
+def _status(options: argparse.Namespace, console: Console) -> int:
+    import msgspec
+
+    from controller.status import StatusError, fetch_status, print_status
+
+    endpoint = options.endpoint or os.environ.get("SPECPILOT_ENDPOINT") or default_endpoint()
+    try:
+        status = fetch_status(endpoint)
+    except StatusError as error:
+        sys.stderr.write(f"specpilot: {error}\n")
+        return FAILED
+    if options.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(status)).decode() + "\n")
+    else:
+        print_status(status, console)
+    return 0
+
+
+def _trace_info(options: argparse.Namespace, console: Console) -> int:
+    import msgspec
+
+    from controller.trace import TraceError, print_trace_info, trace_info
+
+    try:
+        info = trace_info(options.paths)
+    except TraceError as error:
+        sys.stderr.write(f"specpilot: {error}\n")
+        return FAILED
+    if options.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(info)).decode() + "\n")
+    else:
+        print_trace_info(info, console)
+    return 0
+
+
+def _demo(options: argparse.Namespace, console: Console) -> int:
+    from controller.demo import run_demo
+
+    return run_demo(options.seconds, options.json, options.png, options.keep, console)
+
+
+def _bench_hook(options: argparse.Namespace, console: Console) -> int:
+    from controller.bench import bench_hook
+
+    return bench_hook(options.json, options.steps, options.memory_steps, console)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""The controller's TOML file, read into frozen structs and checked before anything starts.
+
+Every key has a default, so an empty file, or none, is a working configuration. An unknown
+key, a wrong type or a value out of range is an error that names the key and the file.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from policies.interface import Policy
+from policies.static import Static
+from policies.threshold import Threshold
+
+Steps = Annotated[int, msgspec.Meta(ge=0, le=64)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+Bytes = Annotated[int, msgspec.Meta(ge=1 << 16)]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the text names file, key and remedy."""
+
+
+class StaticPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="static"):
+    """``[policy] name = "static"``: one K for every step."""
+
+    steps: Steps
+
+    def build(self) -> Policy:
+        """Return a fresh policy for one server."""
+        return Static(self.steps)
+
+
+class ThresholdPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="threshold"):
+    """``[policy] name = "threshold"``: speculate up to ``threshold`` running requests, skip above."""
+
+    threshold: Annotated[int, msgspec.Meta(ge=0, le=100_000)] = 5
+    steps: Steps | None = None
+    """K below the threshold; the server's largest candidate if not given."""
+    band: Annotated[int, msgspec.Meta(ge=0, le=100_000)] | None = None
+    """Requests around the threshold within which nothing switches; a quarter of it if not given."""
+
+    def build(self) -> Policy:
+        """Return a fresh policy for one server."""
+        return Threshold(self.threshold, self.steps, self.band)
+
+
+class ControllerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[controller]``: the socket and the pace."""
+
+    endpoint: str = ""
+    """``ipc:///path``; empty: ``controller.ipc`` in the runtime directory (see ``default_endpoint``)."""
+    lease_seconds: Seconds = 5.0
+    """How long a server trusts a table after the controller was last heard."""
+    decide_seconds: Seconds = 0.5
+    """Time between two decisions for a server; a table goes out only when it differs."""
+
+
+class TraceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[trace]``: the log of every step; switched off with ``directory = ""``."""
+
+    directory: str = "specpilot-trace"
+    segment_bytes: Bytes = 64 << 20
+    """A new segment begins at about this size."""
+    total_bytes: Bytes = 4 << 30
+    """Oldest segments are deleted so that all of them stay below this."""
+    flush_seconds: Seconds = 1.0
+    """A crash of the machine loses at most the records of this long."""
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole file."""
+
+    controller: ControllerConfig = ControllerConfig()
+    policy: StaticPolicy | ThresholdPolicy = ThresholdPolicy()
+    trace: TraceConfig = TraceConfig()
+
+    def __post_init__(self) -> None:
+        endpoint = self.controller.endpoint
+        if endpoint.startswith("tcp://"):
+            raise ValueError("controller.endpoint: tcp:// would be open to the whole network; use ipc:///path")
+        if endpoint and not endpoint.startswith("ipc:///"):
+            raise ValueError(f"controller.endpoint = {endpoint!r}: use ipc:// and an absolute path")
+        if self.trace.segment_bytes > self.trace.total_bytes:
+            raise ValueError("trace.segment_bytes is larger than trace.total_bytes")
+
+
+def load_config(path: Path | None) -> Config:
+    """Read ``path`` (None: all defaults); raise ConfigError naming what is wrong with it."""
+    if path is None:
+        return Config()
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    try:
+        return msgspec.toml.decode(text, type=Config)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def runtime_directory() -> Path:
+    """Folder for sockets: $XDG_RUNTIME_DIR/specpilot, or /tmp/specpilot-UID where that is unset."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "specpilot" if base else Path(f"/tmp/specpilot-{os.getuid()}")  # noqa: S108
+
+
+def default_endpoint() -> str:
+    """The endpoint of a controller that was given none."""
+    return f"ipc://{runtime_directory() / 'controller.ipc'}"

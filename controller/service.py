@@ -1,0 +1,334 @@
+"""The controller's loop: receive steps, log them, learn, decide, push tables, renew leases.
+
+One thread, one ROUTER socket. Every server (and every data-parallel replica of one) has a
+``Session`` with its own policy, trace segment and table. Sessions are found by the name in
+Hello, so a server that restarts, or whose controller restarts, goes on where it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from controller.config import Config, default_endpoint
+from controller.endpoint import Endpoint
+from controller.status import ControllerStatus, ServerStatus
+from controller.trace import TraceWriter, check_directory
+from policies.interface import Plan, Policy, PolicyError
+from sglang_hooks.wire import (
+    MASKED,
+    DecisionSource,
+    DecisionTable,
+    FrameDecoder,
+    FromHook,
+    Hello,
+    HelloRequest,
+    HookState,
+    Lease,
+    StatusReport,
+    StatusRequest,
+    StepBatch,
+    ToHook,
+    WireError,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.1
+RECENT_STEPS = 512
+ALIVE_SECONDS = 2.5
+"""Servers speak once a second: one heard within this time is alive, another of its name a rival."""
+FORGET_SECONDS = 86_400.0
+REPUSH_SECONDS = 2.0
+"""A table not in force by then is sent again, then at twice the time, up to a minute."""
+MESSAGES_PER_TURN = 1000
+"""Handled before leases are looked at again: a flood from one server must not let another's run out."""
+
+
+class Session:
+    """One server: what it said, what was learned for it, and the table it should hold."""
+
+    def __init__(self, key: str, policy: Policy, trace: TraceWriter | None) -> None:
+        self.key = key
+        self.policy = policy
+        self.trace = trace
+        self.hello: Hello | None = None
+        self.address = b""
+        self.state: HookState | None = None
+        self.heard_at = 0.0
+        self.epoch = 0
+        self.plan: Plan | None = None
+        self.tables: dict[int, tuple[DecisionTable, str, float]] = {}
+        self.pushed_at = 0.0
+        self.repush_seconds = REPUSH_SECONDS
+        self.leased_at = 0.0
+        self.policy_error = ""
+        self.conflict = ""
+        self.rival: tuple[str, float] = ("", 0.0)
+        self.records = 0
+        self.records_lost = 0
+        self.next_seq = 0
+        self.recent: deque[tuple[float, int, int]] = deque(maxlen=RECENT_STEPS)
+
+    def learn(self, batch: StepBatch) -> None:
+        """Take in a batch of records: count what is missing, log, learn."""
+        for record in batch.records:
+            if record.record_seq > self.next_seq:
+                self.records_lost += record.record_seq - self.next_seq
+            self.next_seq = record.record_seq + 1
+            self.policy.learn(record)
+            live = [n for n in record.accepted_drafts if n != MASKED]
+            self.recent.append((record.seconds, sum(live) + len(live), record.draft_tokens - 1))
+        self.records += len(batch.records)
+        if self.trace is not None:
+            self.trace.append(batch.records)
+
+    def status(self, now: float) -> ServerStatus:
+        """Return what an operator may want to know."""
+        hello, state = self.hello, self.state
+        assert hello is not None
+        source = DecisionSource(state.source) if state is not None else DecisionSource.FALLBACK
+        table, reason, decided_at = self.tables.get(state.epoch if state is not None else 0, (None, "", now))
+        busy = sum(seconds for seconds, _, _ in self.recent)
+        steps = Counter(k for _, _, k in self.recent)
+        return ServerStatus(
+            server=self.key,
+            model=hello.model,
+            gpu=hello.gpu,
+            sglang_version=hello.sglang_version,
+            mode=hello.mode,
+            candidate_steps=hello.candidate_steps,
+            silent_seconds=now - self.heard_at,
+            source=source.name,
+            steps=state.steps if state is not None else hello.fallback_steps,
+            table=table,
+            reason=reason,
+            table_age_seconds=now - decided_at,
+            pending_epoch=self.epoch if self.epoch in self.tables and (table is None or table.epoch < self.epoch) else 0,
+            confirmed_ranks=state.confirmed_ranks if state is not None and table and state.confirmed_epoch == table.epoch else 0,
+            tp_size=hello.tp_size,
+            records=self.records,
+            records_lost=self.records_lost,
+            tokens_per_second=sum(tokens for _, tokens, _ in self.recent) / busy if busy else 0.0,
+            share_by_steps={str(k): n / len(self.recent) for k, n in sorted(steps.items())},
+            counters=state.counters if state is not None else {},
+            note="; ".join(filter(None, (state.halt_reason if state else "", self.policy_error, self.conflict))),
+        )
+
+
+class Service:
+    """The running controller; ``run`` returns after ``stop`` was called."""
+
+    def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
+        """Check the trace directory and bind the socket; ConfigError says what is in the way."""
+        self._config = config
+        self._clock = clock
+        self._started_at = clock()
+        self._trace_directory = Path(config.trace.directory) if config.trace.directory else None
+        if self._trace_directory is not None:
+            check_directory(self._trace_directory)
+        self._endpoint = Endpoint(config.controller.endpoint or default_endpoint())
+        self._decoder = FrameDecoder(FromHook)
+        self._sessions: dict[str, Session] = {}
+        self._by_address: dict[bytes, Session] = {}
+        self._refused = 0
+        self._next_decision = 0.0
+        self._stopping = False
+
+    @property
+    def endpoint(self) -> str:
+        """The address that servers must be given."""
+        return self._endpoint.endpoint
+
+    def stop(self) -> None:
+        """Make ``run`` return; safe to call from a signal handler."""
+        self._stopping = True
+
+    def run(self) -> None:
+        """Serve until ``stop``."""
+        try:
+            while not self._stopping:
+                self.turn()
+        finally:
+            for session in self._sessions.values():
+                if session.trace is not None:
+                    session.trace.close()
+            self._endpoint.close()
+
+    def turn(self) -> None:
+        """One round: wait at most POLL_SECONDS for messages, then do what time demands."""
+        if self._endpoint.socket.poll(int(POLL_SECONDS * 1000)):
+            for _ in range(MESSAGES_PER_TURN):
+                try:
+                    frames = self._endpoint.socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                self._receive(frames)
+        now = self._clock()
+        deciding = now >= self._next_decision
+        if deciding:
+            self._next_decision = now + self._config.controller.decide_seconds
+        for session in list(self._sessions.values()):
+            if deciding:
+                self._decide(session, now)
+            self._renew(session, now)
+            if session.trace is not None:
+                session.trace.tick(now)
+            if now - session.heard_at > FORGET_SECONDS:
+                self._forget(session)
+
+    # -- what comes in --
+
+    def _receive(self, frames: list[bytes]) -> None:
+        address = frames[0]
+        try:
+            if len(frames) != 2:
+                raise WireError(f"{len(frames) - 1} frames instead of 1")
+            message = self._decoder.decode(frames[1])
+        except WireError as error:
+            self._refused += 1
+            if self._refused == 1 or self._refused % 1000 == 0:
+                who = self._by_address[address].key if address in self._by_address else "an unknown peer"
+                logger.warning("a message of %s was refused: %s (%d so far)", who, error, self._refused)
+            return
+        if isinstance(message, StatusRequest):
+            report = msgspec.json.encode(self.status())
+            self._endpoint.socket.send_multipart([address, encode(StatusReport(report))], zmq.NOBLOCK)
+            return
+        if isinstance(message, Hello):
+            self._greet(address, message)
+            return
+        session = self._by_address.get(address)
+        if session is None:
+            self._send(address, HelloRequest())
+            return
+        session.heard_at = self._clock()
+        if isinstance(message, StepBatch):
+            session.learn(message)
+        elif isinstance(message, HookState):
+            self._compare(session, message)
+
+    def _greet(self, address: bytes, hello: Hello) -> None:
+        key = f"{hello.server_id}/{hello.dp_rank}"
+        now = self._clock()
+        session = self._sessions.get(key)
+        if session is None:
+            trace = None
+            if self._trace_directory is not None:
+                trace = TraceWriter(self._trace_directory, key, hello, self._config.trace)
+            session = self._sessions[key] = Session(key, self._config.policy.build(), trace)
+            logger.info("%s connected: %s on %s, candidate steps %s", key, hello.model, hello.gpu, hello.candidate_steps)
+        elif session.hello is not None and session.hello.instance != hello.instance:
+            if now - session.heard_at < ALIVE_SECONDS:
+                self._rival(session, hello, now)
+                return
+            logger.info("%s restarted", key)
+            session.next_seq = 0
+            session.state = None
+            session.conflict = ""
+        self._by_address.pop(session.address, None)
+        self._by_address[address] = session
+        session.address = address
+        session.heard_at = now
+        session.epoch = max(session.epoch, hello.epoch)
+        if session.trace is not None:
+            session.trace.update_hello(hello)
+        changed = session.hello is None or session.hello.instance != hello.instance
+        session.hello = hello
+        if changed or hello.epoch < session.epoch:
+            session.plan = None
+            self._decide(session, now)
+        else:
+            session.leased_at = 0.0  # renewed in this very turn: the answer to a repeated Hello
+
+    def _rival(self, session: Session, hello: Hello, now: float) -> None:
+        """Keep a second server of one name waiting; say so once the first is sure to be alive still."""
+        if session.rival[0] != hello.instance:
+            session.rival = (hello.instance, now)
+        elif now - session.rival[1] > ALIVE_SECONDS and not session.conflict:
+            session.conflict = (
+                "two servers call themselves by this name, the second is not served: "
+                "set SPECPILOT_SERVER_ID in the environment of one"
+            )
+            logger.error("%s: %s", session.key, session.conflict)
+
+    def _compare(self, session: Session, state: HookState) -> None:
+        """Note what the server reports, and send its table again if it is not in force in time."""
+        session.state = state
+        now = self._clock()
+        if state.epoch == session.epoch or state.source == DecisionSource.HALTED:
+            session.repush_seconds = REPUSH_SECONDS
+        elif session.plan is not None and now - session.pushed_at > session.repush_seconds:
+            session.repush_seconds = min(2 * session.repush_seconds, 60.0)
+            self._push(session, session.plan, now)
+
+    # -- what goes out --
+
+    def _decide(self, session: Session, now: float) -> None:
+        hello = session.hello
+        assert hello is not None
+        try:
+            plan = session.policy.decide(hello, now)
+        except PolicyError as error:
+            if session.policy_error != str(error):
+                session.policy_error = str(error)
+                logger.error("%s: %s; it runs on its fallback", session.key, error)
+            return
+        session.policy_error = ""
+        if plan != session.plan:
+            self._push(session, plan, now)
+
+    def _push(self, session: Session, plan: Plan, now: float) -> None:
+        session.epoch += 1
+        session.plan = plan
+        session.pushed_at = session.leased_at = now
+        table = plan.table(session.epoch, self._config.controller.lease_seconds, session.policy.name)
+        session.tables[session.epoch] = (table, plan.reason, now)
+        while len(session.tables) > 8:
+            del session.tables[next(iter(session.tables))]
+        self._send(session.address, table)
+
+    def _renew(self, session: Session, now: float) -> None:
+        lease = self._config.controller.lease_seconds
+        if now - session.leased_at > lease / 3:
+            session.leased_at = now
+            self._send(session.address, Lease(session.epoch if session.plan is not None else 0, lease))
+
+    def _send(self, address: bytes, message: ToHook) -> None:
+        # A server that does not read, or is gone, costs nothing: ROUTER drops for it.
+        self._endpoint.socket.send_multipart([address, encode(message)], zmq.NOBLOCK)
+
+    def _forget(self, session: Session) -> None:
+        logger.info("%s was silent for a day and is forgotten", session.key)
+        self._by_address.pop(session.address, None)
+        del self._sessions[session.key]
+        if session.trace is not None:
+            session.trace.close()
+
+    def status(self) -> ControllerStatus:
+        """Return the report behind ``specpilot status``."""
+        now = self._clock()
+        traces = [session.trace for session in self._sessions.values() if session.trace is not None]
+        return ControllerStatus(
+            version=version("specpilot"),
+            pid=os.getpid(),
+            endpoint=self.endpoint,
+            policy=type(self._config.policy).__struct_config__.tag or "",
+            uptime_seconds=now - self._started_at,
+            trace_directory=str(self._trace_directory.resolve()) if self._trace_directory is not None else "",
+            trace_written=sum(trace.written_records for trace in traces),
+            trace_lost=sum(trace.lost_records for trace in traces),
+            trace_bytes=max((trace.bytes_on_disk for trace in traces), default=0),
+            trace_error="; ".join(trace.last_error for trace in traces if trace.last_error),
+            refused_messages=self._refused,
+            servers=[session.status(now) for session in self._sessions.values()],
+        )

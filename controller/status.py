@@ -1,0 +1,196 @@
+"""What the controller knows, as structs that travel as JSON and as text for an operator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+import zmq
+from rich.console import Console
+from rich.table import Table
+
+from controller.endpoint import socket_path
+from sglang_hooks.wire import DecisionSource, DecisionTable, FrameDecoder, StatusReport, StatusRequest, WireError, encode
+
+
+class StatusError(RuntimeError):
+    """No controller answered; the text says where it was looked for and what to do."""
+
+
+class ServerStatus(msgspec.Struct, frozen=True):
+    """One server (one data-parallel replica of it)."""
+
+    server: str
+    model: str
+    gpu: str
+    sglang_version: str
+    mode: str
+    candidate_steps: list[int]
+    silent_seconds: float
+    """Since anything was heard of it."""
+    source: str
+    """Who decides its steps now: FALLBACK, TABLE, STALE or HALTED."""
+    steps: int
+    """K of its newest step."""
+    table: DecisionTable | None
+    """In force there, as it reports; None while it runs on its fallback."""
+    reason: str
+    """What the policy decided that table from."""
+    table_age_seconds: float
+    pending_epoch: int
+    """Of a newer table that is not in force yet (0: none)."""
+    confirmed_ranks: int
+    """Ranks that were seen to hold the table in force (0: not compared yet)."""
+    tp_size: int
+    records: int
+    records_lost: int
+    """Gaps in the record numbers: dropped at the server or on the way."""
+    tokens_per_second: float
+    """Over the last seconds of decoding."""
+    share_by_steps: dict[str, float]
+    """Of the newest 512 decode steps."""
+    counters: dict[str, int]
+    """The hooks' own counters, see docs/operations.md."""
+    note: str
+    """What an operator should look at; empty if nothing."""
+
+
+class ControllerStatus(msgspec.Struct, frozen=True):
+    """The controller and all its servers."""
+
+    version: str
+    pid: int
+    endpoint: str
+    policy: str
+    uptime_seconds: float
+    trace_directory: str
+    trace_written: int
+    trace_lost: int
+    trace_bytes: int
+    trace_error: str
+    refused_messages: int
+    servers: list[ServerStatus]
+
+
+def fetch_status(endpoint: str, timeout: float = 2.0) -> ControllerStatus:
+    """Ask the controller at ``endpoint``; raise StatusError if none answers within ``timeout`` seconds."""
+    path = socket_path(endpoint)
+    if not path.exists():
+        raise StatusError(f"no controller at {endpoint}: start `specpilot controller`, or name its --endpoint")
+    context = zmq.Context()
+    try:
+        with context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(endpoint)
+            socket.send(encode(StatusRequest()))
+            deadline = time.monotonic() + timeout
+            while socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+                message = FrameDecoder(StatusReport).decode(socket.recv())
+                assert isinstance(message, StatusReport)
+                return msgspec.json.decode(message.report, type=ControllerStatus)
+    except (WireError, msgspec.DecodeError) as error:
+        raise StatusError(f"the controller at {endpoint} speaks another language: {error}") from error
+    finally:
+        context.destroy(linger=0)
+    raise StatusError(f"the controller at {endpoint} did not answer within {timeout:g} s: is it stopped or overloaded?")
+
+
+def describe_table(table: DecisionTable) -> str:
+    """Return one line for a table without context regions, one per context region otherwise.
+
+    >>> describe_table(DecisionTable(3, 5.0, "threshold", [4, 5, 6], [], [3, 3, 0, 0], [[], [0], [3], []]))
+    'batch 1-4: K=3 | 5: K=3 (keeps 0) | 6: K=0 (keeps 3) | 7+: K=0'
+    """
+    lines = []
+    columns = len(table.context_edges) + 1
+    for column in range(columns):
+        parts = []
+        for row, batch in enumerate(_ranges(table.batch_edges, first=1)):
+            cell = row * columns + column
+            text = f"{batch}: K={table.choice[cell]}"
+            if table.keep[cell]:
+                text += f" (keeps {', '.join(map(str, table.keep[cell]))})"
+            parts.append(text)
+        context = _ranges(table.context_edges, first=0)[column]
+        lines.append(("" if columns == 1 else f"context {context}: ") + "batch " + " | ".join(parts))
+    return "\n".join(lines)
+
+
+def _ranges(edges: Sequence[int], first: int) -> list[str]:
+    names = []
+    low = first
+    for edge in edges:
+        names.append(str(edge) if low == edge else f"{low}-{edge}")
+        low = edge + 1
+    return [*names, f"{low}+" if edges else "any"]
+
+
+def print_status(status: ControllerStatus, console: Console) -> None:
+    """Write the report for a person."""
+    console.print(
+        f"[bold]specpilot {status.version}[/] pid {status.pid}, up {_age(status.uptime_seconds)}, "
+        f"policy [bold]{status.policy}[/], {status.endpoint}"
+    )
+    trace = f"trace {status.trace_directory}: {status.trace_written:,} records, {status.trace_bytes / 1e6:.1f} MB"
+    if status.trace_lost:
+        trace += f", [red]{status.trace_lost:,} not written[/]"
+    console.print(trace if status.trace_directory else "no trace is written (trace.directory is empty)")
+    if status.trace_error:
+        console.print(f"[red]{status.trace_error}[/]")
+    if status.refused_messages:
+        console.print(f"[yellow]{status.refused_messages} messages were refused, see the log[/]")
+    if not status.servers:
+        console.print("no server has connected yet: set SPECPILOT_ENDPOINT to the address above in its environment")
+    for server in status.servers:
+        _print_server(server, console)
+
+
+def _print_server(server: ServerStatus, console: Console) -> None:
+    grid = Table(title=f"{server.server}  ({server.model}, {server.gpu}, SGLang {server.sglang_version})", box=None)
+    grid.title_justify = "left"
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.show_header = False
+    grid.add_row("decides", _who(server))
+    if server.table is not None:
+        ranks = f"{server.confirmed_ranks} of {server.tp_size} ranks"
+        confirmed = ranks if server.confirmed_ranks else f"not compared yet on {server.tp_size} ranks"
+        grid.add_row("table", describe_table(server.table))
+        grid.add_row("from", f"policy {server.table.policy}: {server.reason}")
+        grid.add_row(
+            "epoch", f"{server.table.epoch}, {_age(server.table_age_seconds)} old, confirmed by {confirmed}"
+        )
+    if server.pending_epoch:
+        grid.add_row("pending", f"epoch {server.pending_epoch} was sent and is not in force yet")
+    share = ", ".join(f"K={k} {100 * part:.0f} %" for k, part in server.share_by_steps.items()) or "no steps yet"
+    grid.add_row("steps", f"now K={server.steps} of {server.candidate_steps}; {share}")
+    grid.add_row("tokens/s", f"{server.tokens_per_second:,.0f}")
+    lost = f", [red]{server.records_lost:,} lost[/]" if server.records_lost else ""
+    grid.add_row("records", f"{server.records:,}{lost}")
+    bad = {name: n for name, n in server.counters.items() if n and name != "tables_received"}
+    if bad:
+        grid.add_row("counters", ", ".join(f"{name} {n:,}" for name, n in bad.items()))
+    if server.note:
+        grid.add_row("[red]note[/]", f"[red]{server.note}[/]")
+    console.print(grid)
+
+
+def _who(server: ServerStatus) -> str:
+    text = {
+        DecisionSource.TABLE.name: "the table below",
+        DecisionSource.STALE.name: "the last table, its lease has run out",
+        DecisionSource.FALLBACK.name: "the server's own fallback",
+        DecisionSource.HALTED.name: "[red]nothing: switching was halted[/]",
+    }[server.source]
+    if server.mode == "shadow":
+        text += " (shadow: recorded, not applied)"
+    if server.silent_seconds > 3:
+        text += f" — [yellow]silent for {_age(server.silent_seconds)}[/]"
+    return text
+
+
+def _age(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

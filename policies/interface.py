@@ -1,0 +1,94 @@
+"""What a policy is: it learns from step records and answers with a plan for every cell.
+
+A policy knows nothing of epochs, leases, exploration budgets or sockets; the controller wraps
+those around it. A plan is for one server and holds until the next.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from sglang_hooks.wire import DecisionTable, Hello, StepRecord
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The cells of a plan: regions of batch size and of context tokens per request.
+
+    Region i holds values in (edges[i-1], edges[i]]; one more lies above the last edge.
+
+    >>> Grid((4, 6)).cell(5, 0.0), Grid((4, 6), (1024,)).cell(7, 2000.0)
+    (1, 5)
+    """
+
+    batch_edges: tuple[int, ...] = ()
+    context_edges: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of (batch, context) regions."""
+        return len(self.batch_edges) + 1, len(self.context_edges) + 1
+
+    @property
+    def cells(self) -> int:
+        """Number of cells, batch-major."""
+        batch, context = self.shape
+        return batch * context
+
+    def cell(self, batch_size: int, mean_context: float) -> int:
+        """Index of the cell of a step (batch size in requests, mean context in tokens)."""
+        row = bisect_left(self.batch_edges, batch_size)
+        return row * (len(self.context_edges) + 1) + bisect_left(self.context_edges, mean_context)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do in every cell; ``choice`` and ``keep`` have ``grid.cells`` entries."""
+
+    grid: Grid
+    choice: tuple[int, ...]
+    """Steps (K) by cell."""
+    keep: tuple[frozenset[int], ...]
+    """Steps that may stay in force though ``choice`` differs, by cell."""
+    reason: str
+    """One line for an operator: what this was decided from."""
+    min_dwell_steps: int = 0
+    explore: dict[int, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    """Alternatives (steps, probability) by cell."""
+    block_steps: int = 1
+
+    def table(self, epoch: int, lease_seconds: float, policy: str) -> DecisionTable:
+        """Put the plan on the wire."""
+        return DecisionTable(
+            epoch=epoch,
+            lease_seconds=lease_seconds,
+            policy=policy,
+            batch_edges=list(self.grid.batch_edges),
+            context_edges=list(self.grid.context_edges),
+            choice=list(self.choice),
+            keep=[sorted(kept) for kept in self.keep],
+            min_dwell_steps=self.min_dwell_steps,
+            explore={cell: list(row) for cell, row in self.explore.items()},
+            block_steps=self.block_steps,
+        )
+
+
+class Policy(Protocol):
+    """Learns from every decode step of one server and decides when asked."""
+
+    name: str
+
+    def learn(self, step: StepRecord) -> None:
+        """Take one step in, as it was applied. Called for every record, in order."""
+
+    def decide(self, server: Hello, now: float) -> Plan:
+        """Return the plan for ``server``; ``now`` in seconds on the clock of the records.
+
+        Raises PolicyError if this policy cannot serve such a server.
+        """
+
+
+class PolicyError(ValueError):
+    """A policy that cannot work with a server; the text says why and what to change."""

@@ -1,0 +1,52 @@
+"""Speculate up to N running requests, skip above: the operator's first wish."""
+
+from __future__ import annotations
+
+from policies.interface import Grid, Plan, PolicyError
+from sglang_hooks.wire import Hello, StepRecord
+
+
+class Threshold:
+    """``steps`` while at most ``threshold`` requests run, K=0 above, with a band around the line.
+
+    A batch that hovers at the line would switch at every request that comes or goes. So
+    within ``band`` requests of it whatever is in force stays: speculation that is on goes
+    off above ``threshold + band``, speculation that is off comes on at ``threshold - band``.
+
+    >>> from tests.messages import hello
+    >>> plan = Threshold(threshold=5, steps=3, band=1).decide(hello(candidate_steps=[0, 1, 3]), 0.0)
+    >>> plan.grid.batch_edges, plan.choice, [sorted(kept) for kept in plan.keep]
+    ((4, 5, 6), (3, 3, 0, 0), [[], [0], [3], []])
+    """
+
+    name = "threshold"
+
+    def __init__(self, threshold: int, steps: int | None = None, band: int | None = None) -> None:
+        """``steps`` None: the server's largest candidate. ``band`` None: a quarter of the threshold."""
+        self._threshold = threshold
+        self._steps = steps
+        self._band = max(1, threshold // 4) if band is None else band
+
+    def learn(self, step: StepRecord) -> None:
+        """Nothing to learn: the line is the operator's."""
+
+    def decide(self, server: Hello, now: float) -> Plan:  # noqa: ARG002
+        """Return the plan; PolicyError if the server cannot skip or does not know ``steps``."""
+        candidates = server.candidate_steps
+        steps = max(candidates) if self._steps is None else self._steps
+        if 0 not in candidates:
+            raise PolicyError(
+                f"{server.server_id} cannot skip: its candidate steps are {candidates}; "
+                "add 0 to the server's --speculative-adaptive-config"
+            )
+        if steps not in candidates:
+            raise PolicyError(
+                f"policy.steps = {steps} is not among the candidate steps {candidates} of {server.server_id}: "
+                "choose one of them, or add it to the server's --speculative-adaptive-config"
+            )
+        on, off = self._threshold - self._band, self._threshold + self._band
+        reason = f"K={steps} up to {self._threshold} running requests, K=0 above; kept within {on + 1}..{off}"
+        if self._band == 0:
+            return Plan(Grid((self._threshold,)), (steps, 0), (frozenset(), frozenset()), reason)
+        keep = (frozenset[int](), frozenset({0}), frozenset({steps}), frozenset[int]())
+        return Plan(Grid((max(on, 0), self._threshold, off)), (steps, steps, 0, 0), keep, reason)

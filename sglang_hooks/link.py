@@ -45,6 +45,10 @@ STATE_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
 """Without a word from the controller for this long, Hello is repeated: it may have restarted."""
 
+REBUILD_SECONDS = 10.0
+"""With nothing sent or heard for this long the socket is made anew: after a frame that is too
+large, or not ZMTP, libzmq gives a connection up without ever trying it again."""
+
 BATCH_RECORDS = 32
 """Per frame: encoding holds the GIL, and 32 records at batch size 256 take it for about 70 us."""
 
@@ -139,10 +143,12 @@ class Link(threading.Thread):
         """Thread body: until ``stop``, or the process ends."""
         context = zmq.Context()
         try:
-            with context.socket(zmq.DEALER) as socket:
-                self._configure(socket)
-                socket.connect(self._endpoint)
-                self._loop(socket)
+            while True:
+                with context.socket(zmq.DEALER) as socket:
+                    self._configure(socket)
+                    socket.connect(self._endpoint)
+                    if self._serve(socket):
+                        return
         except Exception:
             # Nothing here may reach the server; without this thread the lease runs out by itself.
             logger.exception("specpilot: the link to %s has ended, the server goes on without it", self._endpoint)
@@ -150,8 +156,6 @@ class Link(threading.Thread):
             context.destroy(linger=0)
 
     def _configure(self, socket: zmq.Socket[bytes]) -> None:
-        hello = self._hello()
-        socket.setsockopt(zmq.IDENTITY, f"{hello.server_id}/{hello.dp_rank}".encode()[:255])
         socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
         socket.setsockopt(zmq.RCVHWM, SEND_HIGH_WATER)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -161,11 +165,13 @@ class Link(threading.Thread):
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
 
-    def _loop(self, socket: zmq.Socket[bytes]) -> None:
+    def _serve(self, socket: zmq.Socket[bytes]) -> bool:
+        """Talk over one socket until it must be rebuilt (False) or the thread ends (True)."""
         next_state = 0.0
-        heard_at = float("-inf")
         greeted = False
-        last_said: tuple[object, ...] = ()
+        heard_at = float("-inf")
+        alive_at = monotonic()
+        last_said: tuple[int, int, int] | None = None
         while True:
             if socket.poll(int(DRAIN_SECONDS * 1000)):
                 heard_at = monotonic()
@@ -176,14 +182,19 @@ class Link(threading.Thread):
                 greeted = False
             state = self._state()
             said = (state.source, state.epoch, state.confirmed_epoch)
+            sent = False
             if now >= next_state or said != last_said or stopping:
                 next_state = now + STATE_SECONDS
                 greeted = greeted or self._send(socket, encode(self._hello()))
-                if self._send(socket, encode(state)):
-                    last_said = said
-            self._send_records(socket)
+                sent = self._send(socket, encode(state))
+                last_said = said
+            sent = self._send_records(socket) or sent
             if stopping:
-                return
+                return True
+            if sent or heard_at > alive_at:
+                alive_at = now
+            elif now - alive_at > REBUILD_SECONDS:
+                return False
 
     def _send(self, socket: zmq.Socket[bytes], frame: bytes) -> bool:
         try:
@@ -192,11 +203,15 @@ class Link(threading.Thread):
             return False
         return True
 
-    def _send_records(self, socket: zmq.Socket[bytes]) -> None:
+    def _send_records(self, socket: zmq.Socket[bytes]) -> bool:
+        """Send what is queued, as far as it is taken; return whether anything was."""
+        sent = False
         while records := self._queue.take(BATCH_RECORDS):
             if not self._send(socket, encode(StepBatch(records, self._queue.dropped))):
                 self._queue.put_back(records)
-                return
+                break
+            sent = True
+        return sent
 
     def _receive(self, socket: zmq.Socket[bytes]) -> bool:
         """Take every waiting message; return False if the controller asked who we are."""

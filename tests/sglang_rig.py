@@ -106,10 +106,14 @@ class FakeGpuWorker(EAGLEWorkerV2):
         )
 
 
-def publish_config() -> Any:
+def publish_config(tp_size: int = 1) -> Any:
     """Install a dummy server configuration, as SGLang's own tests do; undo with ``restore()``."""
     override = get_context().override_server_args(
-        model_path="dummy", speculative_algorithm="EAGLE3", speculative_num_steps=3, speculative_num_draft_tokens=4
+        model_path="dummy",
+        tp_size=tp_size,
+        speculative_algorithm="EAGLE3",
+        speculative_num_steps=3,
+        speculative_num_draft_tokens=4,
     )
     override.install()
     return override

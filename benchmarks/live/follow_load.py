@@ -1,0 +1,192 @@
+"""A live server under a stepping load: does K follow it? Needs a GPU and SGLang.
+
+    python benchmarks/live/follow_load.py --models DIR --out DIR [--attention triton] [--tp 1]
+
+Starts ``specpilot controller`` with the threshold policy, an SGLang engine with the plugin,
+and a closed loop of 1, then 64, then 1 concurrent requests. From the trace it reads how many
+decode steps passed between the first step of the new load and the first step at the K that
+the policy wants there. Writes ``summary-ATTENTION-tpN.json``; exits with 1 if a change was
+not followed within 50 steps. Acceptance is simulated (random weights accept nothing), so the
+figures show control, not speed-ups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+CANDIDATES = [0, 1, 3]
+PHASES = ((1, 8.0), (64, 12.0), (1, 8.0))
+"""(concurrency, seconds)."""
+THRESHOLD, BAND = 16, 4
+WITHIN_STEPS = 50
+
+
+def engine_options(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    adaptive = folder / "adaptive.json"
+    adaptive.write_text(json.dumps({"1": {"candidate_steps": CANDIDATES}}))
+    options = dict(
+        model_path=f"{args.models}/target-8b",
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        attention_backend=args.attention,
+        sampling_backend="pytorch",
+        grammar_backend="none",
+        disable_prefill_cuda_graph=True,
+        cuda_graph_max_bs_decode=64,
+        max_running_requests=64,
+        mem_fraction_static=0.7,
+        disable_radix_cache=True,
+        random_seed=1,
+        log_level="info",
+        tp_size=args.tp,
+        base_gpu_id=args.gpu,
+        disable_overlap_schedule=args.no_overlap,
+        speculative_algorithm="EAGLE3",
+        speculative_draft_model_path=f"{args.models}/eagle3-8b",
+        speculative_num_steps=max(CANDIDATES),
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=max(CANDIDATES) + 1,
+        speculative_adaptive=True,
+        speculative_adaptive_config=str(adaptive),
+    )
+    options.update(json.loads(args.extra))
+    return options
+
+
+async def closed_loop(engine: Any, concurrency: int, until: float) -> int:
+    """Keep ``concurrency`` requests running until a monotonic time; return the tokens made."""
+
+    async def client() -> int:
+        tokens = 0
+        while time.monotonic() < until:
+            prompt = [random.randrange(1000, 30000) for _ in range(128)]
+            sampling = dict(max_new_tokens=160, temperature=0, ignore_eos=True)
+            result = await engine.async_generate(input_ids=prompt, sampling_params=sampling)
+            tokens += len(result["output_ids"])
+        return tokens
+
+    return sum(await asyncio.gather(*(client() for _ in range(concurrency))))
+
+
+def drive(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    import sglang
+
+    engine = sglang.Engine(**engine_options(args, folder))
+    engine.loop.run_until_complete(closed_loop(engine, 64, time.monotonic() + 2.0))  # warm-up
+    engine.loop.run_until_complete(closed_loop(engine, 1, time.monotonic() + 2.0))
+    phases = []
+    for concurrency, seconds in PHASES:
+        start = time.time()
+        tokens = engine.loop.run_until_complete(closed_loop(engine, concurrency, time.monotonic() + seconds))
+        phases.append(
+            {"concurrency": concurrency, "start": start, "tokens_per_second": round(tokens / (time.time() - start), 1)}
+        )
+    engine.shutdown()
+    return phases
+
+
+def followed(steps: list[dict[str, Any]], phases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each phase: decode steps from its first step beyond the band to its first step at the wanted K."""
+    found = []
+    for number, phase in enumerate(phases):
+        end = phases[number + 1]["start"] if number + 1 < len(phases) else float("inf")
+        inside = [s for s in steps if phase["start"] <= s["time"] < end]
+        high = phase["concurrency"] > THRESHOLD
+        wanted = 0 if high else max(CANDIDATES)
+        arrived = next(
+            (i for i, s in enumerate(inside) if (s["batch_size"] > THRESHOLD + BAND) == high and s["batch_size"] > 0),
+            None,
+        )
+        lag = None
+        if arrived is not None:
+            lag = next((i for i, s in enumerate(inside[arrived:]) if s["draft_tokens"] - 1 == wanted), None)
+        settled = inside[arrived + lag :] if lag is not None else []
+        share = sum(s["draft_tokens"] - 1 == wanted for s in settled) / len(settled) if settled else 0.0
+        found.append({**phase, "wanted_steps": wanted, "decode_steps": len(inside), "followed_after_steps": lag,
+                      "share_at_wanted_after": round(share, 4)})  # fmt: skip
+    return found
+
+
+def read_trace(folder: Path) -> list[dict[str, Any]]:
+    from controller.trace import read_segment, segments
+
+    rows: list[dict[str, Any]] = []
+    for path in segments([folder]):
+        for batch in read_segment(path):
+            rows.extend(batch.to_pylist())
+    return sorted(rows, key=lambda row: row["record_seq"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--attention", default="triton")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--gpu", type=int, default=0)
+    parser.add_argument("--no-overlap", action="store_true")
+    parser.add_argument("--extra", default="{}", help="JSON of further engine options")
+    args = parser.parse_args()
+    name = f"{args.attention}-tp{args.tp}{'-no-overlap' if args.no_overlap else ''}"
+    folder = Path(tempfile.mkdtemp(prefix="specpilot-live-"))
+    endpoint = f"ipc://{folder}/controller.ipc"
+    config = folder / "controller.toml"
+    config.write_text(
+        f'[controller]\nendpoint = "{endpoint}"\n[policy]\nname = "threshold"\nthreshold = {THRESHOLD}\n'
+        f'band = {BAND}\nsteps = {max(CANDIDATES)}\n[trace]\ndirectory = "{folder}/trace"\n'
+    )
+    os.environ.update(SPECPILOT_ENDPOINT=endpoint, SPECPILOT_SERVER_ID="rig:1", SPECPILOT_CHECK_STEPS="256")
+    os.environ.setdefault("SGLANG_SIMULATE_ACC_LEN", "2.0")
+    os.environ.setdefault("SGLANG_SIMULATE_ACC_METHOD", "match-expected")
+    os.environ.setdefault("SGLANG_SIMULATE_ACC_TOKEN_MODE", "real-draft-token")
+    specpilot = [sys.executable, "-m", "controller.cli"]
+    controller = subprocess.Popen([*specpilot, "controller", "--config", str(config)])
+    try:
+        phases = drive(args, folder)
+        status = subprocess.run([*specpilot, "status", "--json", "--endpoint", endpoint], capture_output=True, text=True)
+        print(subprocess.run([*specpilot, "status", "--endpoint", endpoint], capture_output=True, text=True).stdout)
+    finally:
+        controller.terminate()
+        controller.wait(10)
+    steps = read_trace(folder / "trace")
+    server = json.loads(status.stdout)["servers"][0]
+    seconds = sorted(s["seconds"] for s in steps if s["forwards"] == 1)
+    summary = {
+        "attention": args.attention,
+        "tp": args.tp,
+        "overlap": not args.no_overlap,
+        "threshold": THRESHOLD,
+        "band": BAND,
+        "phases": followed(steps, phases),
+        "records": len(steps),
+        "record_seq_gapless": [s["record_seq"] for s in steps] == list(range(len(steps))),
+        "steps_as_asked": all(s["draft_tokens"] == s["steps"] + 1 for s in steps),
+        "median_step_seconds": round(seconds[len(seconds) // 2], 6),
+        "confirmed_ranks": server["confirmed_ranks"],
+        "tp_size": server["tp_size"],
+        "counters": server["counters"],
+        "note": server["note"],
+        "gpu": server["gpu"],
+        "sglang": server["sglang_version"],
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"summary-{name}.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print(json.dumps(summary, indent=1))
+    good = all(p["followed_after_steps"] is not None and p["followed_after_steps"] <= WITHIN_STEPS
+               for p in summary["phases"])  # fmt: skip
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

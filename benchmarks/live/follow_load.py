@@ -49,7 +49,6 @@ def engine_options(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         random_seed=1,
         log_level="info",
         tp_size=args.tp,
-        base_gpu_id=args.gpu,
         disable_overlap_schedule=args.no_overlap,
         speculative_algorithm="EAGLE3",
         speculative_draft_model_path=f"{args.models}/eagle3-8b",
@@ -133,7 +132,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--attention", default="triton")
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--gpu", type=int, default=0)
     parser.add_argument("--no-overlap", action="store_true")
     parser.add_argument("--extra", default="{}", help="JSON of further engine options")
     args = parser.parse_args()

@@ -1,0 +1,637 @@
+"""A simulated scheduler that runs the real hooks: SGLang's loop with only the GPU made up.
+
+``SimServer`` holds a real ``Agent`` and ``TablePolicy`` and calls them at the places of
+SGLang's loop where ``sglang_hooks/plugin.py`` does: ``event_loop_overlap`` (launch step N,
+then settle step N-1) or ``event_loop_normal``. Instead of a forward pass there is a
+``LatencySurface``, and accepted drafts are drawn request by request. So whatever the hooks
+must cope with is here: results that come one step late, requests that ended while their
+next step was in flight, accepted runs that pass a request's end, prefills between decodes.
+
+Time comes from a ``Clock`` and randomness from a seeded generator. With ``WallClock`` this is
+the server of the demo, a process of its own:
+
+    python -m controller.simserver --endpoint ipc:///run/user/1000/specpilot/controller.ipc --seconds 20
+
+With ``VirtualClock`` it runs as fast as it can and repeats itself to the last record. (The
+leases of tables are still counted by the host's clock: replay a fixed table, or none.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import heapq
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import time
+from bisect import bisect_left, bisect_right
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from sglang_hooks.agent import Agent, ServerFacts
+from sglang_hooks.broadcast import PolicyUpdate
+from sglang_hooks.settings import Settings, SettingsError
+from sglang_hooks.table_policy import TablePolicy
+
+CANDIDATE_STEPS = (0, 1, 3)
+INITIAL_STEPS = 3
+MAX_RUNNING_REQUESTS = 64
+MAX_PREFILL_TOKENS = 8192
+IDLE_SECONDS = 0.002
+"""An idle scheduler looks for requests, and for tables, this often."""
+
+
+# -- time --
+
+
+class Clock(Protocol):
+    """Where the scheduler's time comes from, in seconds."""
+
+    def now(self) -> float:
+        """Return the time since some fixed moment."""
+
+    def sleep(self, seconds: float) -> None:
+        """Let ``seconds`` (not negative) pass."""
+
+
+class WallClock:
+    """The host's monotonic clock, which the hooks read as well."""
+
+    def now(self) -> float:
+        """Return monotonic seconds."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep."""
+        time.sleep(seconds)
+
+
+class VirtualClock:
+    """Time that passes only when somebody sleeps.
+
+    >>> clock = VirtualClock()
+    >>> clock.sleep(1.5)
+    >>> clock.now()
+    1.5
+    """
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        """Return the seconds slept so far."""
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        """Move on by ``seconds``."""
+        self._now += seconds
+
+
+# -- what a step costs --
+
+
+def acceptance_length(acceptance: float, steps: int) -> float:
+    """Return the expected tokens per request and step, bonus token included.
+
+    Each draft is accepted with probability ``acceptance`` given that those before it were:
+    1 + p + p^2 + ... + p^K.
+
+    >>> round(acceptance_length(0.7, 3), 3)
+    2.533
+    """
+    return sum(acceptance**position for position in range(steps + 1))
+
+
+@dataclass(frozen=True)
+class LatencySurface:
+    """Seconds of a decode step by steps (K) and batch size, and of a prefill by tokens.
+
+    Between the points it is linear, in the batch size and then in K; past a curve's last
+    point it goes on as steep as before. A batch up to the largest captured CUDA-graph size
+    costs what the size it is padded to costs.
+
+    >>> H200_8B.decode_seconds(0, 17) == H200_8B.decode_seconds(0, 18)
+    True
+    >>> [round(16 * acceptance_length(0.7, k) / H200_8B.decode_seconds(k, 16)) for k in (0, 1, 3)]
+    [2947, 3064, 3913]
+    """
+
+    curves: dict[int, tuple[tuple[int, float], ...]]
+    """(batch size, seconds) points of each K, at least two, by rising batch size."""
+    captured_batch_sizes: tuple[int, ...]
+    prefill_base_seconds: float
+    prefill_seconds_per_token: float
+
+    def padded(self, batch_size: int) -> int:
+        """Return the captured size that runs ``batch_size`` requests, or itself above the largest."""
+        index = bisect_left(self.captured_batch_sizes, batch_size)
+        return self.captured_batch_sizes[index] if index < len(self.captured_batch_sizes) else batch_size
+
+    def decode_seconds(self, steps: int, batch_size: int) -> float:
+        """Return the seconds of one step; ValueError for a K above the largest that has a curve."""
+        batch = self.padded(batch_size)
+        if steps in self.curves:
+            return _linear(self.curves[steps], batch)
+        known = sorted(self.curves)
+        above = bisect_left(known, steps)
+        if not 0 < above < len(known):
+            raise ValueError(f"no latency is known for {steps} steps, only for {known[0]} to {known[-1]}")
+        ends = tuple((k, _linear(self.curves[k], batch)) for k in known[above - 1 : above + 1])
+        return _linear(ends, steps)
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Return the seconds of a prefill of ``tokens`` prompt tokens."""
+        return self.prefill_base_seconds + tokens * self.prefill_seconds_per_token
+
+
+def _linear(points: Sequence[tuple[int, float]], x: float) -> float:
+    right = min(max(bisect_left(points, (x, 0.0)), 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+_H200_8B_TOKENS_PER_SECOND = {
+    0: ((1, 206.0), (16, 2947.0), (64, 8964.0), (128, 13352.0), (256, 16426.0)),
+    1: ((1, 271.0), (16, 3064.0), (64, 5844.0), (128, 6352.0)),
+    3: ((1, 360.0), (16, 3913.0), (64, 6367.0), (128, 7399.0), (256, 8719.0)),
+}
+
+H200_8B = LatencySurface(
+    curves={
+        steps: tuple((batch, batch * acceptance_length(0.7, steps) / rate) for batch, rate in points)
+        for steps, points in _H200_8B_TOKENS_PER_SECOND.items()
+    },
+    # SGLang's own choice for a speculating server of 64 requests.
+    captured_batch_sizes=(*range(1, 9), *range(10, 33, 2), *range(40, 65, 4)),
+    prefill_base_seconds=0.005,
+    prefill_seconds_per_token=32e-6,
+)
+"""An 8B-shaped target with a one-layer EAGLE3 draft, except that skipping costs nothing extra.
+
+Decode: figures of one H200, 8B-shaped target with random weights, triton attention, SGLang
+0.5.17, 2026-11-29, single runs, illustrative. They are tokens/s at a simulated acceptance of
+0.7; seconds = batch size * acceptance length / tokens/s. K=1 at batch 256 was not measured.
+K=0 is the skip at the speed of plain decoding, which SGLang's own K=0 is not yet: measured,
+that was slower than every speculative setting (1972 tokens/s at batch 16, not 2947).
+
+Prefill: an estimate, not a measurement. 2 * 8e9 FLOP a token at half of the card's 989
+TFLOP/s (dense bf16), on top of what a decode step of one request takes.
+"""
+
+
+# -- what the server is asked --
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request to come: seconds after the start, and its lengths in tokens."""
+
+    at: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Phase:
+    """From ``start`` (seconds) on, each draft is accepted with ``acceptance`` given the ones before it."""
+
+    start: float
+    name: str
+    acceptance: float
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests by rising arrival, and the acceptance of their text by time."""
+
+    arrivals: tuple[Arrival, ...]
+    phases: tuple[Phase, ...]
+
+    def acceptance(self, at: float) -> float:
+        """Return the acceptance ``at`` seconds after the start; the first phase also holds before it."""
+        index = bisect_right(self.phases, at, key=lambda phase: phase.start)
+        return self.phases[max(index - 1, 0)].acceptance
+
+
+QUIET_CLIENTS = 3
+BURST_CLIENTS = (42, 60)
+BURST_EVERY_SECONDS = 10.0
+
+
+def bursty_workload(seconds: float, rng: random.Random) -> Workload:
+    """Return 1 to 3 requests at a time, bursts of 40 to 60 in between, and two changes of the text.
+
+    About every 10 seconds comes a burst of 4. Code-like text, of which a draft model foresees
+    much (0.8), gives way to chat (0.45) and comes back.
+    """
+    bursts = max(1, round(seconds / BURST_EVERY_SECONDS))
+    length = seconds / bursts
+    arrivals: list[Arrival] = []
+    for index in range(bursts):
+        begin = (index + rng.uniform(0.36, 0.44)) * length
+        # The rates are guesses of what a request gets there; a server that does worse will queue.
+        crowd = rng.randint(*BURST_CLIENTS)
+        arrivals += _clients(begin, begin + 0.4 * length, crowd, 85.0, 0.05, rng)
+    arrivals += _clients(0.0, seconds, QUIET_CLIENTS, 300.0, 0.35, rng)
+    phases = (
+        Phase(0.0, "code-like", 0.8),
+        Phase(0.35 * seconds, "chat-like", 0.45),
+        Phase(0.75 * seconds, "code-like", 0.8),
+    )
+    return Workload(tuple(sorted(arrivals, key=lambda arrival: arrival.at)), phases)
+
+
+def _clients(
+    begin: float, end: float, count: int, tokens_per_second: float, pause: float, rng: random.Random
+) -> list[Arrival]:
+    """Clients that each ask again some ``pause`` seconds after their answer should have come."""
+    arrivals = []
+    waiting = [begin + rng.uniform(0.0, 0.4) for _ in range(count)]
+    heapq.heapify(waiting)
+    while (at := heapq.heappop(waiting)) < end:
+        arrival = Arrival(at, rng.randint(64, 256), int(rng.triangular(40, 400, 160)))
+        arrivals.append(arrival)
+        answer = arrival.output_tokens / tokens_per_second
+        heapq.heappush(waiting, at + answer + rng.expovariate(1.0 / pause))
+    return arrivals
+
+
+# -- what the hooks are shown: as much of SGLang's Req, ScheduleBatch and result as they read --
+
+
+class Mode(enum.Enum):
+    """``ForwardMode``."""
+
+    DECODE = enum.auto()
+    EXTEND = enum.auto()
+
+    def is_decode(self) -> bool:
+        """Is it a decode, speculative or not?"""
+        return self is Mode.DECODE
+
+    def is_extend(self) -> bool:
+        """Is it a prefill?"""
+        return self is Mode.EXTEND
+
+    def is_mixed(self) -> bool:
+        """No chunked prefill is simulated, so none carries decode rows."""
+        return False
+
+
+@dataclass(eq=False, slots=True)
+class Req:
+    """A request; it ends at ``output_tokens``, which the scheduler does not foresee, as at a stop token."""
+
+    prompt_tokens: int
+    output_tokens: int
+    output_ids: list[int] = field(default_factory=list)
+    finished_reason: str | None = None
+    finished_len: int | None = None
+    """Output length at the end; ``output_ids`` may go on past it."""
+    is_retracted: bool = False
+
+    @property
+    def seqlen(self) -> int:
+        """Tokens in its KV cache."""
+        return self.prompt_tokens + len(self.output_ids)
+
+    def emit(self, tokens: int) -> int:
+        """Append an accepted run and return how much of it the client sees."""
+        before = len(self.output_ids)
+        self.output_ids.extend([0] * tokens)
+        if len(self.output_ids) < self.output_tokens:
+            return tokens
+        self.finished_reason = "stop"
+        self.finished_len = self.output_tokens
+        return self.output_tokens - before
+
+
+@dataclass(eq=False, slots=True)
+class Batch:
+    """``ScheduleBatch``: ``reqs`` is replaced, never changed, when its members change."""
+
+    reqs: list[Req]
+    forward_mode: Mode
+    forward_iter: int = 0
+    launch_ts: float = 0.0
+    extend_num_tokens: int | None = None
+    has_grammar: bool = False
+    after_idle_gap: bool = False
+
+    def copy(self) -> Batch:
+        """Return what stays as it was at the launch until the result is settled."""
+        return dataclasses.replace(self, reqs=self.reqs[:])
+
+    def drop_finished(self) -> None:
+        """Keep the live requests."""
+        live = [req for req in self.reqs if req.finished_reason is None]
+        if len(live) != len(self.reqs):
+            self.reqs = live
+
+
+@dataclass(eq=False, slots=True)
+class Result:
+    """``GenerationBatchResult``, and the moment at which the GPU will have it."""
+
+    done_at: float
+    accepted: list[int]
+    speculative_num_draft_tokens: int
+    can_run_cuda_graph: bool
+    num_correct_drafts_per_req_cpu: list[int] | None = None
+
+
+# -- the scheduler --
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to."""
+
+    steps: int
+    """Decode steps that were settled."""
+    tokens: int
+    """Of all requests, as far as their clients saw them."""
+    seconds: float
+    tokens_per_second: float
+    share_by_k: dict[str, float]
+    """Of the decode steps, by K."""
+    switches: int
+    """Decode steps at another K than the one before."""
+    tables_applied: int
+    dropped_records: int
+    started_at: float
+    """Seconds since the Unix epoch at which the workload's time 0 was."""
+
+
+class SimServer:
+    """One scheduler process; ``turn`` is one pass of its loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        workload: Workload,
+        surface: LatencySurface,
+        rng: random.Random,
+        clock: Clock,
+        *,
+        overlap: bool = True,
+        max_running_requests: int = MAX_RUNNING_REQUESTS,
+        candidate_steps: Sequence[int] = CANDIDATE_STEPS,
+        initial_steps: int = INITIAL_STEPS,
+    ) -> None:
+        self.policy = TablePolicy(settings, candidate_steps, initial_steps)
+        self.agent = Agent(settings, self.policy)
+        self._surface = surface
+        self._workload = workload
+        self._rng = rng
+        self._clock = clock
+        self._overlap = overlap
+        self._max_running = max_running_requests
+        self._to_come = deque(workload.arrivals)
+        self._waiting: deque[Req] = deque()
+        self._running = Batch([], Mode.DECODE)
+        self._last: Batch | None = None
+        self._in_flight: deque[tuple[Batch, Result]] = deque()
+        self._gpu_free_at = 0.0
+        self._forward_ct = 0
+        self._idled = False
+        self._stopping = False
+        self._tokens = 0
+        self._steps: Counter[int] = Counter()
+        self._previous_steps: int | None = None
+        self._switches = 0
+        self._tables_applied = 0
+        self._facts = ServerFacts(
+            server_id=settings.server_id,
+            model="simulated 8B target",
+            draft_model="simulated EAGLE3 draft",
+            algorithm="EAGLE3",
+            captured_batch_sizes=surface.captured_batch_sizes,
+            max_running_requests=max_running_requests,
+            overlap=overlap,
+            gpu="simulated H200",
+            sglang_version="simulated",
+        )
+        self._started_at = clock.now()
+        self._started_wall = time.time()
+
+    def start(self) -> None:
+        """Start the agent; the workload's time 0 is now."""
+        self._started_at = self._clock.now()
+        self._started_wall = time.time()
+        self.agent.start(self._facts, load=self._load)
+
+    def run(self, seconds: float) -> None:
+        """Serve for ``seconds`` or until ``stop``, settle what is in flight, and flush the agent."""
+        self.start()
+        while not self._stopping and self._elapsed() < seconds:
+            self.turn()
+        while self._in_flight:
+            self._settle()
+        self.agent.stop()
+
+    def stop(self) -> None:
+        """Make ``run`` return early; safe to call from a signal handler."""
+        self._stopping = True
+
+    @property
+    def drained(self) -> bool:
+        """Has every request been served, and every result been settled?"""
+        return not (self._to_come or self._waiting or self._running.reqs or self._in_flight or self._last)
+
+    def summary(self) -> Summary:
+        """Return what the run came to so far."""
+        seconds = self._elapsed()
+        steps = self._steps.total()
+        return Summary(
+            steps=steps,
+            tokens=self._tokens,
+            seconds=seconds,
+            tokens_per_second=self._tokens / seconds if seconds else 0.0,
+            share_by_k={str(k): count / steps for k, count in sorted(self._steps.items())},
+            switches=self._switches,
+            tables_applied=self._tables_applied,
+            dropped_records=self.agent._queue.dropped,
+            started_at=self._started_wall,
+        )
+
+    def turn(self) -> None:
+        """One pass: receive, launch a batch, settle the one before (or, without overlap, this one)."""
+        self._receive()
+        batch = self._next_batch()
+        if batch is not None:
+            result = self._launch(batch)
+            self._in_flight.append((batch.copy(), result))
+        else:
+            self._idled = True
+        # SGLang's own condition for "a result is waiting": without overlap it is this pass's own.
+        if (self._last if self._overlap else batch) is not None:
+            self._settle()
+        elif batch is None:
+            self._clock.sleep(IDLE_SECONDS)
+        self._last = batch
+
+    # -- the parts of a pass, in SGLang's order --
+
+    def _receive(self) -> None:
+        received: list[Any] = []
+        elapsed = self._elapsed()
+        while self._to_come and self._to_come[0].at <= elapsed:
+            arrival = self._to_come.popleft()
+            received.append(Req(arrival.prompt_tokens, arrival.output_tokens))
+        self.agent.pull(received)
+        for item in received:
+            if isinstance(item, PolicyUpdate):
+                self.agent.apply(item)
+                self._tables_applied += item.table is not None
+            else:
+                self._waiting.append(item)
+
+    def _next_batch(self) -> Batch | None:
+        """Prefill what waits and fits, else decode; under overlap the last result is not in yet."""
+        if self._last is not None and self._last.forward_mode.is_extend():
+            self._running.reqs = self._running.reqs + self._last.reqs
+        self._running.drop_finished()
+        prefill: list[Req] = []
+        tokens = 0
+        while self._waiting and len(self._running.reqs) + len(prefill) < self._max_running:
+            tokens += self._waiting[0].prompt_tokens
+            if prefill and tokens > MAX_PREFILL_TOKENS:
+                tokens -= self._waiting[0].prompt_tokens
+                break
+            prefill.append(self._waiting.popleft())
+        if prefill:
+            return Batch(prefill, Mode.EXTEND, extend_num_tokens=tokens)
+        return self._running if self._running.reqs else None
+
+    def _launch(self, batch: Batch) -> Result:
+        self._forward_ct += 1
+        batch.forward_iter = self._forward_ct
+        batch.launch_ts = self._clock.now()
+        batch.after_idle_gap = self._idled
+        self._idled = False
+        # What follows is plugin.py's hook around forward_batch_generation.
+        self.agent.launched(batch)
+        if not batch.forward_mode.is_decode():
+            assert batch.extend_num_tokens is not None
+            done_at = self._occupy_gpu(self._surface.prefill_seconds(batch.extend_num_tokens))
+            return Result(done_at, [0] * len(batch.reqs), 0, can_run_cuda_graph=False)
+        result = self._decode(batch)
+        self.agent.decided(batch)
+        return result
+
+    def _decode(self, batch: Batch) -> Result:
+        batch_size = len(batch.reqs)
+        steps = self.policy.get_steps_for_batch(batch_size)
+        acceptance = self._workload.acceptance(self._elapsed())
+        return Result(
+            done_at=self._occupy_gpu(self._surface.decode_seconds(steps, batch_size)),
+            accepted=[self._draw_accepted(steps, acceptance) for _ in range(batch_size)],
+            speculative_num_draft_tokens=steps + 1,
+            can_run_cuda_graph=batch_size <= self._surface.captured_batch_sizes[-1],
+        )
+
+    def _draw_accepted(self, steps: int, acceptance: float) -> int:
+        accepted = 0
+        while accepted < steps and self._rng.random() < acceptance:
+            accepted += 1
+        return accepted
+
+    def _occupy_gpu(self, seconds: float) -> float:
+        """Queue ``seconds`` of work behind what the GPU has, and return when it will be done."""
+        self._gpu_free_at = max(self._gpu_free_at, self._clock.now()) + seconds
+        return self._gpu_free_at
+
+    def _settle(self) -> None:
+        batch, result = self._in_flight.popleft()
+        if not batch.forward_mode.is_decode():
+            self._wait_for(result)
+            for req in batch.reqs:
+                self._tokens += req.emit(1)
+            return
+        # plugin.py's hook around process_batch_result_decode, and what is inside of it.
+        ended = self.agent.settling(batch)
+        self._wait_for(result)
+        result.num_correct_drafts_per_req_cpu = result.accepted
+        self.policy.on_verify_complete(result.accepted, len(batch.reqs))
+        # The policy took the host's time: the same for a wall clock, and wrong for a virtual one.
+        self.policy.completed_at = self._clock.now()
+        for req, accepted in zip(batch.reqs, result.accepted, strict=True):
+            if req.finished_reason is None:
+                self._tokens += req.emit(accepted + 1)
+        self.agent.settled(batch, result, ended)
+        steps = result.speculative_num_draft_tokens - 1
+        self._steps[steps] += 1
+        self._switches += self._previous_steps not in (None, steps)
+        self._previous_steps = steps
+
+    def _wait_for(self, result: Result) -> None:
+        """``result.copy_done.synchronize()``."""
+        remaining = result.done_at - self._clock.now()
+        if remaining > 0.0:
+            self._clock.sleep(remaining)
+
+    def _load(self) -> tuple[int, int, int]:
+        return len(self._running.reqs), len(self._waiting), sum([req.seqlen for req in self._running.reqs])
+
+    def _elapsed(self) -> float:
+        return self._clock.now() - self._started_at
+
+
+# -- as a process --
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve the bursty workload in real time and write a Summary as JSON; 2 for wrong input.
+
+    The plugin's options are read from the environment as on a real server; SIGTERM and
+    SIGINT end the run early, with its summary.
+    """
+    parser = argparse.ArgumentParser(prog="python -m controller.simserver", description="A simulated server.")
+    parser.add_argument("--endpoint", help="of the controller (default: $SPECPILOT_ENDPOINT)")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--seed", type=int, default=1, help="of arrivals and accepted drafts")
+    parser.add_argument("--server-id", help="name of this server (default: $SPECPILOT_SERVER_ID, or demo:1)")
+    parser.add_argument(
+        "--no-overlap", action="store_true", help="settle each step before the next is launched"
+    )
+    parser.add_argument("--out", type=Path, help="write the summary here (default: standard output)")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    environment = dict(os.environ)
+    if options.endpoint is not None:
+        environment["SPECPILOT_ENDPOINT"] = options.endpoint
+    if options.server_id is not None:
+        environment["SPECPILOT_SERVER_ID"] = options.server_id
+    environment.setdefault("SPECPILOT_SERVER_ID", "demo:1")
+    try:
+        settings = Settings.from_environment(environment)
+        if not settings.endpoint:
+            raise SettingsError("give --endpoint, or set SPECPILOT_ENDPOINT")
+        rng = random.Random(options.seed)  # noqa: S311
+        workload = bursty_workload(options.seconds, rng)
+        server = SimServer(settings, workload, H200_8B, rng, WallClock(), overlap=not options.no_overlap)
+    except SettingsError as error:
+        sys.stderr.write(f"specpilot: {error}\n")
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    signal.signal(signal.SIGINT, lambda *_: server.stop())
+    server.run(options.seconds)
+    text = json.dumps(dataclasses.asdict(server.summary()), indent=2) + "\n"
+    if options.out is None:
+        sys.stdout.write(text)
+    else:
+        options.out.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -69,7 +69,7 @@ class TraceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     total_bytes: Bytes = 4 << 30
     """Oldest segments are deleted so that all of them stay below this."""
     flush_seconds: Seconds = 1.0
-    """A crash of the machine loses at most the records of this long."""
+    """A crash of the controller loses at most the records of this long."""
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -50,6 +50,8 @@ ALIVE_SECONDS = 2.5
 FORGET_SECONDS = 86_400.0
 REPUSH_SECONDS = 2.0
 """A table not in force by then is sent again, then at twice the time, up to a minute."""
+HELD_MESSAGES = 1024
+"""Of servers that have not said yet who they are: they were sent before our question reached them."""
 MESSAGES_PER_TURN = 1000
 """Handled before leases are looked at again: a flood from one server must not let another's run out."""
 
@@ -76,13 +78,13 @@ class Session:
         self.rival: tuple[str, float] = ("", 0.0)
         self.records = 0
         self.records_lost = 0
-        self.next_seq = 0
+        self.next_seq: int | None = None
         self.recent: deque[tuple[float, int, int]] = deque(maxlen=RECENT_STEPS)
 
     def learn(self, batch: StepBatch) -> None:
         """Take in a batch of records: count what is missing, log, learn."""
         for record in batch.records:
-            if record.record_seq > self.next_seq:
+            if self.next_seq is not None and record.record_seq > self.next_seq:
                 self.records_lost += record.record_seq - self.next_seq
             self.next_seq = record.record_seq + 1
             self.policy.learn(record)
@@ -140,6 +142,7 @@ class Service:
         self._decoder = FrameDecoder(FromHook)
         self._sessions: dict[str, Session] = {}
         self._by_address: dict[bytes, Session] = {}
+        self._held: deque[tuple[bytes, StepBatch | HookState]] = deque()
         self._refused = 0
         self._next_decision = 0.0
         self._stopping = False
@@ -207,14 +210,19 @@ class Service:
         if isinstance(message, Hello):
             self._greet(address, message)
             return
+        assert isinstance(message, StepBatch | HookState)
         session = self._by_address.get(address)
         if session is None:
             self._send(address, HelloRequest())
+            self._held.append((address, message))
+            if len(self._held) > HELD_MESSAGES:
+                self._held.popleft()
+                self._refused += 1
             return
         session.heard_at = self._clock()
         if isinstance(message, StepBatch):
             session.learn(message)
-        elif isinstance(message, HookState):
+        else:
             self._compare(session, message)
 
     def _greet(self, address: bytes, hello: Hello) -> None:
@@ -232,8 +240,7 @@ class Service:
                 self._rival(session, hello, now)
                 return
             logger.info("%s restarted", key)
-            session.next_seq = 0
-            session.state = None
+            session.next_seq = session.state = None
             session.conflict = ""
         self._by_address.pop(session.address, None)
         self._by_address[address] = session
@@ -244,6 +251,10 @@ class Service:
             session.trace.update_hello(hello)
         changed = session.hello is None or session.hello.instance != hello.instance
         session.hello = hello
+        for held_address, message in self._held:
+            if held_address == address and isinstance(message, StepBatch):
+                session.learn(message)
+        self._held = deque(held for held in self._held if held[0] != address)
         if changed or hello.epoch < session.epoch:
             session.plan = None
             self._decide(session, now)

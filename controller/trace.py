@@ -43,8 +43,10 @@ FORMAT_VERSION = 1
 BATCH_RECORDS = 4096
 """Largest record batch: it bounds what a reader holds at once (about 0.7 MB at batch size 16)."""
 RETRY_SECONDS = 10.0
-LISTED_GAPS = 100
-"""Gaps that ``trace_info`` describes one by one; all are counted."""
+MIN_SEGMENT_BYTES = 1 << 16
+"""Smaller ones would be mostly header (2 kB); with total_bytes below 64 kB per server the bound gives way."""
+LISTED_FAULTS = 100
+"""Gaps and damage that ``trace_info`` describes one by one, per server; all are counted."""
 
 _MESSAGE_MARK = b"\xff\xff\xff\xff"
 _SEGMENT_NAME = re.compile(r"\d{6,}\.arrows")
@@ -79,7 +81,7 @@ def check_directory(directory: Path) -> None:
     except OSError as error:
         raise ConfigError(
             f"the trace cannot be written to {directory.absolute()}: {error.strerror or error}. "
-            'Make that folder writable, set trace.directory to another, or set trace.directory = "" to keep no trace'
+            'Make that folder writable, or set trace.directory to another one, or to "" for no trace'
         ) from error
 
 
@@ -99,10 +101,10 @@ def records(batch: Any) -> list[StepRecord]:
 
 
 def _values(column: Any) -> list[Any]:
-    if not pa.types.is_list(column.type):
-        return column.to_pylist() if column.null_count else column.to_numpy(zero_copy_only=False).tolist()  # type: ignore[no-any-return]
-    values = column.values.to_numpy().tolist()
-    return [values[start:end] for start, end in pairwise(column.offsets.to_numpy().tolist())]
+    if pa.types.is_list(column.type):
+        values = column.values.to_numpy().tolist()
+        return [values[start:end] for start, end in pairwise(column.offsets.to_numpy().tolist())]
+    return list(column.to_numpy(zero_copy_only=False).tolist())
 
 
 def folder_name(server_key: str) -> str:
@@ -123,8 +125,8 @@ class TraceWriter:
     """
 
     def __init__(self, directory: Path, server_key: str, hello: Hello, config: TraceConfig) -> None:
-        self._directory = directory
-        self._folder = directory / folder_name(server_key)
+        self._directory = directory.absolute()
+        self._folder = self._directory / folder_name(server_key)
         self._hello = hello
         self._config = config
         self.written_records = 0
@@ -133,6 +135,7 @@ class TraceWriter:
         self._pending: list[StepRecord] = []
         self._now = self._flushed_at = self._retry_at = float("-inf")
         self._logged = ""
+        self._misfits_logged = False
         # The segment being written. Until a batch is whole, ``_size`` does not count it.
         self._fd: int | None = None
         self._path = self._folder
@@ -198,8 +201,9 @@ class TraceWriter:
             self.lost_records = unaccounted - self.written_records
             self._fail(error)
             return
-        if misfit and misfit != self.last_error:
-            logger.error(misfit)
+        if misfit and not self._misfits_logged:
+            self._misfits_logged = True
+            logger.error("trace %s", misfit)
         if self._logged:
             logger.warning(
                 "trace %s is written again; %d records were lost so far", self._folder, self.lost_records
@@ -257,7 +261,8 @@ class TraceWriter:
         """
         folders = [path for path in self._directory.iterdir() if path.is_dir()]
         # Half of the total for the segments being written, however many servers there are.
-        self._limit = min(self._config.segment_bytes, self._config.total_bytes // (2 * len(folders)))
+        share = max(self._config.total_bytes // (2 * len(folders)), MIN_SEGMENT_BYTES)
+        self._limit = min(self._config.segment_bytes, share)
         aged = []
         for folder in folders:
             with contextlib.suppress(FileNotFoundError):  # another controller may be making room, too
@@ -339,9 +344,9 @@ def _segments_in(folder: Path) -> list[Path]:
 
 
 def segments(paths: Iterable[Path]) -> list[Path]:
-    """Return the segments below trace directories or server folders, or given as such: each server's in order.
+    """Return the segments that ``paths`` are or that lie below them, each server's in order.
 
-    Raises TraceError for a path that does not exist or cannot be listed.
+    A path may be a trace directory, a server's folder or a segment; TraceError if it cannot be listed.
     """
     found: dict[Path, None] = {}
     for path in paths:
@@ -365,11 +370,11 @@ def segments(paths: Iterable[Path]) -> list[Path]:
 
 
 class Segment:
-    """One segment as a stream: iterate for its record batches, then ask whether it was ``torn``.
+    """One segment as a stream: iterate, once, for its record batches, then ask whether it was ``torn``.
 
     ``hello`` is None if the file ends within its header. ``offset`` is where the last whole
     batch read so far ends; once the iteration is over, ``bytes_lost`` of a torn segment lie
-    beyond it. What is appended after the opening is not looked for.
+    beyond it. What is appended after the opening may or may not be seen.
     """
 
     def __init__(self, path: Path) -> None:
@@ -378,35 +383,33 @@ class Segment:
         self.hello: Hello | None = None
         self.torn = False
         self.bytes_lost = 0
-        self.offset = self._header_size = 0
+        self.offset = 0
         try:
-            with path.open("rb") as file:
-                self.size = os.fstat(file.fileno()).st_size
-                prefix = file.read(8)
-                length = int.from_bytes(prefix[4:], "little")
-                if prefix[:4] != _MESSAGE_MARK[: len(prefix)]:
-                    raise TraceError(f"{path} is not a specpilot trace")
-                if len(prefix) == 8 and 8 + length <= self.size:
-                    self._schema = pa.ipc.read_schema(pa.py_buffer(prefix + file.read(length)))
-                    self.hello = _read_hello(path, self._schema)
-                    self.offset = self._header_size = 8 + length
+            # Kept open, so that a segment that is deleted to make room can be read to its end.
+            self._file = pa.OSFile(str(path))
+            self.size: int = self._file.size()
+            prefix = self._file.read(8)
+            length = int.from_bytes(prefix[4:], "little")
+            if prefix[:4] != _MESSAGE_MARK[: len(prefix)]:
+                raise TraceError(f"{path} is not a specpilot trace")
+            if len(prefix) == 8 and 8 + length <= self.size:
+                self._schema = pa.ipc.read_schema(pa.py_buffer(prefix + self._file.read(length)))
+                self.hello = _read_hello(path, self._schema)
+                self.offset = 8 + length
         except (OSError, pa.ArrowException) as error:
             raise TraceError(f"{path} cannot be read as a specpilot trace: {error}") from error
 
     def __iter__(self) -> Iterator[Any]:
-        self.offset = self._header_size
-        if self.hello is not None:
-            with pa.OSFile(str(self.path)) as file:
-                file.seek(self.offset)
-                while (batch := self._next_batch(file)) is not None:
-                    self.offset = file.tell()
-                    yield batch
+        with self._file:
+            while self.hello is not None and (batch := self._next_batch()) is not None:
+                self.offset = self._file.tell()
+                yield batch
         self.bytes_lost = max(self.size - self.offset, 0)
         self.torn = self.bytes_lost > 0 or self.hello is None
 
-    def _next_batch(self, file: Any) -> Any:
+    def _next_batch(self) -> Any:
         try:
-            batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), self._schema)
+            batch = pa.ipc.read_record_batch(pa.ipc.read_message(self._file), self._schema)
             batch.validate(full=True)
         except (EOFError, pa.ArrowException):
             return None
@@ -441,25 +444,6 @@ def _read_hello(path: Path, schema: Any) -> Hello:
         ) from error
 
 
-class Gap(msgspec.Struct, frozen=True):
-    """Records that were made and are not in the trace."""
-
-    segment: str
-    """Where the record after the gap is."""
-    first_missing: int
-    missing: int
-    time: float
-    """Of the record after the gap, seconds since the Unix epoch."""
-
-
-class TornSegment(msgspec.Struct, frozen=True):
-    """A segment whose last batch is incomplete."""
-
-    segment: str
-    whole_bytes: int
-    bytes_lost: int
-
-
 class ServerTrace(msgspec.Struct):
     """What one server's segments hold."""
 
@@ -478,15 +462,23 @@ class ServerTrace(msgspec.Struct):
     dropped: int = 0
     """Records missing in gaps; what precedes the first record of the oldest segment is not known."""
     gaps: int = 0
-    listed_gaps: list[Gap] = []
-    """The first LISTED_GAPS of them."""
-    torn: list[TornSegment] = []
-    unreadable: list[str] = []
-    """Why, for each file that is no segment of this version."""
+    torn: int = 0
+    unreadable: int = 0
+    """Files that are no segments of this version."""
+    faults: list[str] = []
+    """A line for each of these three, the first LISTED_FAULTS of them."""
+
+    def fault(self, text: str) -> None:
+        """List one more fault."""
+        if len(self.faults) < LISTED_FAULTS:
+            self.faults.append(text)
 
 
 def trace_info(paths: Iterable[Path]) -> dict[str, ServerTrace]:
-    """Read everything below ``paths`` once, one batch in memory at a time; servers by name, or folder if that is not unique."""
+    """Read all segments of ``paths`` once, one batch in memory at a time.
+
+    Keys are the servers' names, or their folders where two directories hold the same name.
+    """
     groups: defaultdict[Path, list[Path]] = defaultdict(list)
     for path in segments(paths):
         groups[path.parent].append(path)
@@ -518,10 +510,8 @@ def _server_info(paths: Sequence[Path]) -> ServerTrace:
                     missing = int(seqs[row] - before[row]) - 1
                     info.gaps += 1
                     info.dropped += missing
-                    if info.gaps <= LISTED_GAPS:
-                        info.listed_gaps.append(
-                            Gap(str(path), int(before[row]) + 1, missing, float(times[row]))
-                        )
+                    where = f"number {before[row] + 1:,}, before {_when(times[row])}"
+                    info.fault(f"segment {path}: {missing:,} records missing from {where}")
                 last_seq = int(seqs[-1])
                 if not info.records:
                     info.first_time = float(times[0])
@@ -531,10 +521,13 @@ def _server_info(paths: Sequence[Path]) -> ServerTrace:
                     values, numbers = np.unique(batch[column].to_numpy(), return_counts=True)
                     counts.update(dict(zip(values.tolist(), numbers.tolist(), strict=True)))
         except TraceError as error:
-            info.unreadable.append(str(error))
+            info.unreadable += 1
+            info.fault(str(error))
             continue
         if segment.torn:
-            info.torn.append(TornSegment(str(path), segment.offset, segment.bytes_lost))
+            info.torn += 1
+            ignored = f"read up to its last whole batch, {segment.bytes_lost:,} bytes ignored"
+            info.fault(f"segment {path}: torn tail, {ignored}")
     if info.records:
         info.share_by_steps = {str(steps): count / info.records for steps, count in sorted(by_steps.items())}
         sizes = sorted(by_size)
@@ -552,32 +545,26 @@ def print_trace_info(info: dict[str, ServerTrace], console: Console) -> None:
         grid = Table(title=escape(name), title_justify="left", box=None, show_header=False)
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
-        share = ", ".join(f"K={steps} {100 * part:.1f} %" for steps, part in server.share_by_steps.items())
-        sizes = f"{server.batch_size_min} / {server.batch_size_median} / {server.batch_size_max}"
         grid.add_row("segments", f"{server.segments:,}, {server.bytes_on_disk / 1e6:,.1f} MB")
         grid.add_row(
             "records", f"{server.records:,} of {server.instances} processes, {server.dropped:,} missing"
         )
         if server.records:
+            share = ", ".join(
+                f"K={steps} {100 * part:.1f} %" for steps, part in server.share_by_steps.items()
+            )
+            sizes = f"{server.batch_size_min} / {server.batch_size_median} / {server.batch_size_max}"
             grid.add_row("time", f"{_when(server.first_time)} to {_when(server.last_time)}")
             grid.add_row("steps", share)
             grid.add_row("batch size", f"{sizes} (min / median / max)")
         console.print(grid)
-        for torn in server.torn:
-            text = "torn tail, read up to its last whole batch"
-            _complain(console, f"segment {torn.segment}: {text}, {torn.bytes_lost:,} bytes ignored")
-        for gap in server.listed_gaps:
-            text = f"{gap.missing:,} records missing from number {gap.first_missing:,} on"
-            _complain(console, f"segment {gap.segment}: {text}, before {_when(gap.time)}")
-        if server.gaps > len(server.listed_gaps):
-            _complain(console, f"and {server.gaps - len(server.listed_gaps):,} more gaps")
-        for text in server.unreadable:
-            _complain(console, text)
-
-
-def _complain(console: Console, text: str) -> None:
-    console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        unlisted = server.gaps + server.torn + server.unreadable - len(server.faults)
+        for text in (*server.faults, *([f"and {unlisted:,} more such lines"] if unlisted else [])):
+            console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def _when(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).isoformat(" ", "milliseconds")
+    try:
+        return datetime.fromtimestamp(seconds).isoformat(" ", "milliseconds")
+    except (ValueError, OverflowError, OSError):
+        return f"{seconds:g}"

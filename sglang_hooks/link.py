@@ -49,6 +49,9 @@ REBUILD_SECONDS = 10.0
 """With nothing sent or heard for this long the socket is made anew: after a frame that is too
 large, or not ZMTP, libzmq gives a connection up without ever trying it again."""
 
+STOP_SECONDS = 0.5
+"""At the end ZMQ may take this long to hand over frames it holds already: it would drop them at once."""
+
 BATCH_RECORDS = 32
 """Per frame: encoding holds the GIL, and 32 records at batch size 256 take it for about 70 us."""
 
@@ -167,7 +170,7 @@ class Link(threading.Thread):
 
     def _serve(self, socket: zmq.Socket[bytes]) -> bool:
         """Talk over one socket until it must be rebuilt (False) or the thread ends (True)."""
-        next_state = 0.0
+        next_state = next_hello = 0.0
         greeted = False
         heard_at = float("-inf")
         alive_at = monotonic()
@@ -175,21 +178,24 @@ class Link(threading.Thread):
         while True:
             if socket.poll(int(DRAIN_SECONDS * 1000)):
                 heard_at = monotonic()
-                greeted = self._receive(socket) and greeted
+                if not self._receive(socket):
+                    greeted, next_hello = False, 0.0
             stopping = self._stopping.is_set()
             now = monotonic()
-            if now - heard_at > SILENCE_SECONDS:
-                greeted = False
+            sent = False
+            silent = now - heard_at > SILENCE_SECONDS
+            if (silent or not greeted) and now >= next_hello:
+                greeted = sent = self._send(socket, encode(self._hello()))
+                next_hello = now + STATE_SECONDS if greeted else now
             state = self._state()
             said = (state.source, state.epoch, state.confirmed_epoch)
-            sent = False
-            if now >= next_state or said != last_said or stopping:
-                next_state = now + STATE_SECONDS
-                greeted = greeted or self._send(socket, encode(self._hello()))
+            if greeted and (now >= next_state or said != last_said or stopping):
                 sent = self._send(socket, encode(state))
-                last_said = said
-            sent = self._send_records(socket) or sent
+                next_state, last_said = now + STATE_SECONDS, said
+            if greeted:
+                sent = self._send_records(socket) or sent
             if stopping:
+                socket.setsockopt(zmq.LINGER, int(STOP_SECONDS * 1000))
                 return True
             if sent or heard_at > alive_at:
                 alive_at = now

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +80,8 @@ async def closed_loop(engine: Any, concurrency: int, until: float) -> int:
     return sum(await asyncio.gather(*(client() for _ in range(concurrency))))
 
 
-def drive(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+def drive(args: argparse.Namespace, folder: Path, at_end: Callable[[], None]) -> list[dict[str, Any]]:
+    """Run the load; ``at_end`` is called while the server still runs: its shutdown kills all our children."""
     import sglang
 
     engine = sglang.Engine(**engine_options(args, folder))
@@ -90,6 +94,7 @@ def drive(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         phases.append(
             {"concurrency": concurrency, "start": start, "tokens_per_second": round(tokens / (time.time() - start), 1)}
         )
+    at_end()
     engine.shutdown()
     return phases
 
@@ -113,6 +118,19 @@ def followed(steps: list[dict[str, Any]], phases: list[dict[str, Any]]) -> list[
         share = sum(s["draft_tokens"] - 1 == wanted for s in settled) / len(settled) if settled else 0.0
         found.append({**phase, "wanted_steps": wanted, "decode_steps": len(inside), "followed_after_steps": lag,
                       "share_at_wanted_after": round(share, 4)})  # fmt: skip
+    return found
+
+
+def median_step_seconds(steps: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Medians by K and padded batch size over at least 20 back-to-back steps at one K."""
+    groups: dict[tuple[int, int], list[float]] = {}
+    for before, step in itertools.pairwise(steps):
+        if step["forwards"] == 1 and before["draft_tokens"] == step["draft_tokens"]:
+            groups.setdefault((step["draft_tokens"] - 1, step["padded_batch_size"]), []).append(step["seconds"])
+    found: dict[str, dict[str, float]] = {}
+    for (k, batch), seconds in sorted(groups.items()):
+        if len(seconds) >= 20:
+            found.setdefault(f"K={k}", {})[str(batch)] = round(statistics.median(seconds), 6)
     return found
 
 
@@ -149,16 +167,22 @@ def main() -> int:
     os.environ.setdefault("SGLANG_SIMULATE_ACC_TOKEN_MODE", "real-draft-token")
     specpilot = [sys.executable, "-m", "controller.cli"]
     controller = subprocess.Popen([*specpilot, "controller", "--config", str(config)])
-    try:
-        phases = drive(args, folder)
-        status = subprocess.run([*specpilot, "status", "--json", "--endpoint", endpoint], capture_output=True, text=True)
-        print(subprocess.run([*specpilot, "status", "--endpoint", endpoint], capture_output=True, text=True).stdout)
-    finally:
+    report: dict[str, Any] = {}
+
+    def ask_and_stop_the_controller() -> None:
+        time.sleep(1.5)  # the hooks report once a second
+        asked = [*specpilot, "status", "--endpoint", endpoint]
+        report.update(json.loads(subprocess.run([*asked, "--json"], capture_output=True, text=True).stdout))
+        print(subprocess.run(asked, capture_output=True, text=True).stdout)
         controller.terminate()
         controller.wait(10)
+
+    try:
+        phases = drive(args, folder, ask_and_stop_the_controller)
+    finally:
+        controller.kill()
     steps = read_trace(folder / "trace")
-    server = json.loads(status.stdout)["servers"][0]
-    seconds = sorted(s["seconds"] for s in steps if s["forwards"] == 1)
+    server = report["servers"][0]
     summary = {
         "attention": args.attention,
         "tp": args.tp,
@@ -169,7 +193,7 @@ def main() -> int:
         "records": len(steps),
         "record_seq_gapless": [s["record_seq"] for s in steps] == list(range(len(steps))),
         "steps_as_asked": all(s["draft_tokens"] == s["steps"] + 1 for s in steps),
-        "median_step_seconds": round(seconds[len(seconds) // 2], 6),
+        "median_step_seconds": median_step_seconds(steps),
         "confirmed_ranks": server["confirmed_ranks"],
         "tp_size": server["tp_size"],
         "counters": server["counters"],

@@ -239,7 +239,7 @@ def bursty_workload(seconds: float, rng: random.Random) -> Workload:
         begin = (index + rng.uniform(0.36, 0.44)) * length
         # The rates are guesses of what a request gets there; a server that does worse will queue.
         crowd = rng.randint(*BURST_CLIENTS)
-        arrivals += _clients(begin, begin + 0.4 * length, crowd, 85.0, 0.05, rng)
+        arrivals += _clients(begin, begin + 0.4 * length, crowd, 110.0, 0.05, rng)
     arrivals += _clients(0.0, seconds, QUIET_CLIENTS, 300.0, 0.35, rng)
     phases = (
         Phase(0.0, "code-like", 0.8),

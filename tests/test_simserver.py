@@ -46,6 +46,7 @@ from sglang_hooks.wire import (
     StepRecord,
     encode,
 )
+from tests.peers import Peer
 
 LOOPS = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
 
@@ -281,6 +282,22 @@ def test_records_and_tables_travel_over_a_real_socket(tmp_path: Path) -> None:
     assert {record.steps for record in records if record.epoch == 0} <= {1}
 
 
+def test_the_end_of_a_run_flushes_what_is_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual time runs ahead of a slow link by thousands of records; all of them arrive after the run."""
+    monkeypatch.setattr("sglang_hooks.link.DRAIN_SECONDS", 0.5)
+    with Peer(tmp_path) as peer:
+        settings = Settings(endpoint=peer.endpoint, server_id="sim:4", queue_records=10**9)
+        workload = bursty_workload(30.0, random.Random(6))
+        server = SimServer(settings, workload, H200_8B, random.Random(6), VirtualClock())
+        server.start()
+        peer.hello()
+        while not server.drained:
+            server.turn()
+        server.agent.stop()
+        assert len(peer.records(server.summary().steps)) == server.summary().steps > 1500
+        assert [record.record_seq for record in peer.received] == list(range(len(peer.received)))
+
+
 def test_sigterm_ends_a_run_early_with_its_summary(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/router.ipc"
     out = tmp_path / "summary.json"
@@ -335,7 +352,7 @@ def test_bursts_come_and_go(tmp_path: Path, seed: int) -> None:
 
     records = serve(make_server(tmp_path, bursty_workload(30.0, random.Random(seed))), threshold)
     sizes = [record.batch_size for record in records]
-    assert 40 <= max(sizes) <= 70
+    assert 40 <= max(sizes) <= 80
     busy = sum(record.seconds for record in records)
     quiet = sum(record.seconds for record in records if record.batch_size <= 4) / busy
     crowded = sum(record.seconds for record in records if record.batch_size >= 30) / busy

@@ -1,0 +1,240 @@
+"""The demo end to end: real processes, a picture, a summary, and clear words when a part fails."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+
+from controller import demo
+from controller.simserver import Phase, Summary
+from controller.trace import segments
+from tests.messages import record
+
+BLOCKER = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "sglang"):
+            raise RuntimeError(f"{name} was imported")
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Makes an import of torch or SGLang fail in every process of the demo."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(BLOCKER)
+    path = os.pathsep.join([str(folder), str(Path(__file__).parent.parent)])
+    # Options meant for a real server must not reach the demo's.
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "SPECPILOT_MODE": "shadow",
+        "SPECPILOT_ENDPOINT": "ipc:///elsewhere",
+    }
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    """Width and height in pixels, after checking that every chunk is whole."""
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    offset = 8
+    kind = b""
+    while offset < len(data):
+        (length,) = struct.unpack(">I", data[offset : offset + 4])
+        kind, body = data[offset + 4 : offset + 8], data[offset + 8 : offset + 8 + length]
+        assert struct.unpack(">I", data[offset + 8 + length : offset + 12 + length])[0] == zlib.crc32(
+            kind + body
+        )
+        offset += 12 + length
+    assert kind == b"IEND"
+    width, height = struct.unpack(">II", data[16:24])
+    return width, height
+
+
+def test_the_demo_end_to_end(tmp_path: Path, environment: dict[str, str]) -> None:
+    paths = {name: tmp_path / "new" / name for name in ("out.json", "picture.png", "kept")}
+    command = [
+        sys.executable,
+        "-m",
+        "controller.cli",
+        "demo",
+        "--seconds",
+        "6",
+        "--json",
+        str(paths["out.json"]),
+    ]
+    command += ["--png", str(paths["picture.png"]), "--keep", str(paths["kept"])]
+    process = subprocess.run(
+        command, capture_output=True, text=True, env=environment, check=False, timeout=90
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+
+    report = json.loads(paths["out.json"].read_text())
+    assert set(report) == {
+        "steps", "tokens_per_second", "share_by_k", "switches", "tables_applied", "dropped_records", "policy",
+    }  # fmt: skip
+    assert report["steps"] > 50
+    assert report["tokens_per_second"] > 100
+    assert report["tables_applied"] >= 1
+    assert report["dropped_records"] == 0
+    assert report["policy"] == "threshold"
+    assert report["switches"] >= 1
+    assert report["share_by_k"]["0"] > 0.05
+    assert report["share_by_k"]["3"] > 0.05
+    assert sum(report["share_by_k"].values()) == pytest.approx(1.0)
+
+    width, height = png_size(paths["picture.png"])
+    assert width >= 1200
+    assert height >= 700
+    assert segments([paths["kept"] / "trace"])
+    assert (paths["kept"] / "controller.log").exists()
+
+    lines = process.stdout.splitlines()
+    assert sum("tokens/s   threshold, epoch 1" in line for line in lines) >= 3, "progress without a terminal"
+    assert any(line.startswith("While about 8 requests or fewer ran") for line in lines)
+    assert "\x1b" not in process.stdout
+
+
+def test_nothing_of_the_demo_imports_torch_or_sglang() -> None:
+    code = (
+        "import controller.demo, controller.simserver, sys; "
+        "assert not {'torch', 'sglang', 'matplotlib'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def run_in_process(tmp_path: Path, width: int = 200) -> tuple[int, str]:
+    text = io.StringIO()
+    console = Console(file=text, width=width)
+    code = demo.run_demo(3.0, tmp_path / "out.json", tmp_path / "picture.png", None, console)
+    assert not psutil.Process().children()
+    return code, text.getvalue()
+
+
+def test_a_controller_that_dies_is_named_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "_CONFIG", demo._CONFIG + "\n[nonsense]\n")
+    code, text = run_in_process(tmp_path)
+    assert code == 1
+    assert "specpilot demo: the controller ended early with exit code 2; its last lines were:" in text
+    assert "nonsense" in text
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_a_server_that_dies_is_named_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "SEED", "no number")
+    code, text = run_in_process(tmp_path)
+    assert code == 1
+    assert "specpilot demo: the server ended early with exit code 2; its last lines were:" in text
+    assert "invalid int value: 'no number'" in text
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
+    code, text = run_in_process(tmp_path)
+    assert code == 1
+    assert "pip install 'specpilot[demo]'" in text
+
+
+def test_a_time_too_short_is_refused(tmp_path: Path) -> None:
+    text = io.StringIO()
+    code = demo.run_demo(0.0, None, tmp_path / "p.png", None, Console(file=text, width=200))
+    assert code == 1
+    assert "use --seconds 1 or more" in text.getvalue()
+
+
+def test_a_controller_killed_in_the_middle_ends_the_demo(tmp_path: Path, environment: dict[str, str]) -> None:
+    process = start_demo(tmp_path, environment)
+    controller = next(
+        child for child in psutil.Process(process.pid).children() if "controller.cli" in child.cmdline()
+    )
+    controller.kill()
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "the controller ended early with exit code -9; its last lines were:" in output
+    assert "connected" in output
+
+
+def test_a_demo_that_is_stopped_leaves_no_process_behind(tmp_path: Path, environment: dict[str, str]) -> None:
+    process = start_demo(tmp_path, environment)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) == 2
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted" in output
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
+
+
+def start_demo(tmp_path: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Start a long demo and return once it shows progress."""
+    command = [
+        sys.executable,
+        "-m",
+        "controller.cli",
+        "demo",
+        "--seconds",
+        "60",
+        "--png",
+        str(tmp_path / "p.png"),
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+    assert process.stdout is not None
+    assert "tokens/s" in process.stdout.readline()
+    return process
+
+
+def test_the_live_view_fits_and_shows_what_is_in_force() -> None:
+    tail = demo.Tail(Path("/nonexistent"))
+    view = demo._View(30.0, "ipc:///nonexistent", tail)
+    for width in (60, 100, 200):
+        console = Console(file=io.StringIO(), width=width, height=40)
+        tail.steps.clear()
+        console.print(view.render(width))
+        tail.steps += [
+            record(step=i, time=1000.0 + 0.01 * i, batch_size=batch, steps=k, accepted_drafts=[k] * batch)
+            for i, (batch, k) in enumerate([(2, 3)] * 300 + [(50, 0)] * 300)
+        ]
+        console.print(view.render(width))
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        assert all(len(line) <= width for line in text.splitlines())
+        assert "not speculating" in text
+        assert "batch size  50" in text
+        assert "3333333300000000" in text
+
+
+def test_a_picture_of_few_steps_can_be_drawn(tmp_path: Path) -> None:
+    summary = Summary(1, 4, 1.0, 4.0, {"3": 1.0}, 0, 0, 0, 1000.0)
+    phases = (Phase(0.0, "code-like", 0.8),)
+    for count in (1, 2):
+        steps = [
+            record(time=1000.5 + 0.01 * i, seconds=0.01 * i, launch_gap_seconds=0.0) for i in range(count)
+        ]
+        run = demo.Run(1.0, summary, "threshold", steps, phases)
+        demo.draw(run, tmp_path / "few.png")
+        assert png_size(tmp_path / "few.png")[0] >= 1200
+        assert demo.explain(run) == "K was 3 all the time: the load never crossed the line of 8 requests."
+    with pytest.raises(demo.DemoError, match="holds no step"):
+        demo.draw(demo.Run(1.0, summary, "threshold", [], phases), tmp_path / "none.png")

@@ -45,7 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_controller)
 
     command = commands.add_parser("status", help="what every server does now, and who decided it")
-    command.add_argument("--endpoint", default="", help="of the controller (default: $SPECPILOT_ENDPOINT, or its default)")
+    command.add_argument(
+        "--endpoint", default="", help="of the controller (default: $SPECPILOT_ENDPOINT, or its default)"
+    )
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.set_defaults(run=_status)
 
@@ -63,10 +65,14 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_demo)
 
     bench = commands.add_parser("bench", help="measure Specpilot itself").add_subparsers(required=True, metavar="WHAT")
-    command = bench.add_parser("hook", help="cost on the scheduler thread, table latency, the controller's share of a core")
+    command = bench.add_parser(
+        "hook", help="cost on the scheduler thread, table latency, the controller's share of a core"
+    )
     command.add_argument("--json", type=Path, help="write the figures")
     command.add_argument("--steps", type=int, default=20_000, help="per batch size and controller state")
-    command.add_argument("--memory-steps", type=int, default=1_000_000, help="steps for the controller's memory (0: skip)")
+    command.add_argument(
+        "--memory-steps", type=int, default=1_000_000, help="steps for the controller's memory (0: skip)"
+    )
     command.set_defaults(run=_bench_hook)
     return parser
 

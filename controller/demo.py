@@ -87,9 +87,7 @@ class DemoError(RuntimeError):
     """The demo cannot go on; the text says which part failed and how."""
 
 
-def run_demo(
-    seconds: float, json_path: Path | None, png_path: Path, keep: Path | None, console: Console
-) -> int:
+def run_demo(seconds: float, json_path: Path | None, png_path: Path, keep: Path | None, console: Console) -> int:
     """Run for ``seconds`` and return the exit code: 0, 1 for a failure, 130 when interrupted.
 
     ``json_path`` takes a summary for scripts, ``png_path`` the picture, ``keep`` the trace,
@@ -109,9 +107,7 @@ def run_demo(
                 draw(run, png_path)
             finally:
                 if keep is not None:
-                    shutil.copytree(
-                        temporary, keep, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.ipc*")
-                    )
+                    shutil.copytree(temporary, keep, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.ipc*"))
         if json_path is not None:
             json_path.write_text(json.dumps(run.report(), indent=2) + "\n")
         _print_summary(run, console)
@@ -216,9 +212,7 @@ class _Child:
     def failure(self, what: str) -> DemoError:
         """Return an error that ends with the last lines of the log."""
         lines = self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        return DemoError(
-            "\n  ".join([f"the {self.name} {what}; its last lines were:", *(lines or ["(none)"])])
-        )
+        return DemoError("\n  ".join([f"the {self.name} {what}; its last lines were:", *(lines or ["(none)"])]))
 
     def end(self) -> None:
         """Ask it to end, and kill it if it does not."""
@@ -360,9 +354,7 @@ class _View:
     def render(self, width: int) -> RenderableType:
         """Return the whole view for a terminal ``width`` columns wide."""
         if not self.tail.steps:
-            return Panel(
-                "the controller runs, the server starts …", title="specpilot demo", title_align="left"
-            )
+            return Panel("the controller runs, the server starts …", title="specpilot demo", title_align="left")
         step = self.tail.steps[-1]
         columns = max(20, min(width, 140) - 14)
         batch, steps = _history(self.tail.steps, columns)
@@ -384,9 +376,7 @@ class _View:
         grid.add_column(min_width=40)
         doing = f"drafting {step.steps} tokens a step" if step.steps else "not speculating"
         grid.add_row("now", Text(doing, style=_style(step.steps)))
-        grid.add_row(
-            "batch size", f"[bold]{step.batch_size}[/]" + (f", {step.queued} queued" if step.queued else "")
-        )
+        grid.add_row("batch size", f"[bold]{step.batch_size}[/]" + (f", {step.queued} queued" if step.queued else ""))
         grid.add_row("tokens/s", f"[bold]{self.tokens_per_second():,.0f}[/]")
         grid.add_row("table", self._table_text())
         lost = self._status.records_lost if self._status is not None else 0
@@ -488,9 +478,7 @@ def _print_summary(run: Run, console: Console) -> None:
     totals = Table(box=None, show_header=False, pad_edge=False)
     totals.add_column(style="dim")
     totals.add_column()
-    totals.add_row(
-        "steps", f"{summary.steps:,} in {summary.seconds:.1f} s, {summary.tokens_per_second:,.0f} tokens/s"
-    )
+    totals.add_row("steps", f"{summary.steps:,} in {summary.seconds:.1f} s, {summary.tokens_per_second:,.0f} tokens/s")
     totals.add_row("policy", f"{run.policy}, {summary.tables_applied} table(s) applied")
     totals.add_row("switches of K", f"{summary.switches}")
     totals.add_row("records", f"{len(run.steps):,} in the trace, {run.lost:,} lost")
@@ -660,9 +648,7 @@ def _draw_legend(figure: Any, run: Run) -> None:
     ]
     handles += [
         Patch(facecolor="#9aa5b4", alpha=0.55, label="requests decoding"),
-        Line2D(
-            [], [], color=_INK, linewidth=1, linestyle=(0, (4, 3)), label=f"threshold, {THRESHOLD} requests"
-        ),
+        Line2D([], [], color=_INK, linewidth=1, linestyle=(0, (4, 3)), label=f"threshold, {THRESHOLD} requests"),
         Line2D([], [], color=_INK, linewidth=1.4, label=f"tokens/s, {MEAN_SECONDS:.0f} s mean"),
     ]
     figure.legend(

@@ -115,8 +115,12 @@ class Session:
             table=table,
             reason=reason,
             table_age_seconds=now - decided_at,
-            pending_epoch=self.epoch if self.epoch in self.tables and (table is None or table.epoch < self.epoch) else 0,
-            confirmed_ranks=state.confirmed_ranks if state is not None and table and state.confirmed_epoch == table.epoch else 0,
+            pending_epoch=self.epoch
+            if self.epoch in self.tables and (table is None or table.epoch < self.epoch)
+            else 0,
+            confirmed_ranks=state.confirmed_ranks
+            if state is not None and table and state.confirmed_epoch == table.epoch
+            else 0,
             tp_size=hello.tp_size,
             records=self.records,
             records_lost=self.records_lost,
@@ -234,7 +238,13 @@ class Service:
             if self._trace_directory is not None:
                 trace = TraceWriter(self._trace_directory, key, hello, self._config.trace)
             session = self._sessions[key] = Session(key, self._config.policy.build(), trace)
-            logger.info("%s connected: %s on %s, candidate steps %s", key, hello.model, hello.gpu, hello.candidate_steps)
+            logger.info(
+                "%s connected: %s on %s, candidate steps %s",
+                key,
+                hello.model,
+                hello.gpu,
+                hello.candidate_steps,
+            )
         elif session.hello is not None and session.hello.instance != hello.instance:
             if now - session.heard_at < ALIVE_SECONDS:
                 self._rival(session, hello, now)
@@ -333,7 +343,7 @@ class Service:
             version=version("specpilot"),
             pid=os.getpid(),
             endpoint=self.endpoint,
-            policy=type(self._config.policy).__struct_config__.tag or "",
+            policy=str(type(self._config.policy).__struct_config__.tag),
             uptime_seconds=now - self._started_at,
             trace_directory=str(self._trace_directory.resolve()) if self._trace_directory is not None else "",
             trace_written=sum(trace.written_records for trace in traces),

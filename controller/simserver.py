@@ -600,9 +600,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=1, help="of arrivals and accepted drafts")
     parser.add_argument("--server-id", help="name of this server (default: $SPECPILOT_SERVER_ID, or demo:1)")
-    parser.add_argument(
-        "--no-overlap", action="store_true", help="settle each step before the next is launched"
-    )
+    parser.add_argument("--no-overlap", action="store_true", help="settle each step before the next is launched")
     parser.add_argument("--out", type=Path, help="write the summary here (default: standard output)")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

@@ -11,7 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from controller.endpoint import socket_path
-from sglang_hooks.wire import DecisionSource, DecisionTable, FrameDecoder, StatusReport, StatusRequest, WireError, encode
+from sglang_hooks.wire import (
+    DecisionSource,
+    DecisionTable,
+    FrameDecoder,
+    StatusReport,
+    StatusRequest,
+    WireError,
+    encode,
+)
 
 
 class StatusError(RuntimeError):
@@ -158,9 +166,7 @@ def _print_server(server: ServerStatus, console: Console) -> None:
         confirmed = ranks if server.confirmed_ranks else f"not compared yet on {server.tp_size} ranks"
         grid.add_row("table", describe_table(server.table))
         grid.add_row("from", f"policy {server.table.policy}: {server.reason}")
-        grid.add_row(
-            "epoch", f"{server.table.epoch}, {_age(server.table_age_seconds)} old, confirmed by {confirmed}"
-        )
+        grid.add_row("epoch", f"{server.table.epoch}, {_age(server.table_age_seconds)} old, confirmed by {confirmed}")
     if server.pending_epoch:
         grid.add_row("pending", f"epoch {server.pending_epoch} was sent and is not in force yet")
     share = ", ".join(f"K={k} {100 * part:.0f} %" for k, part in server.share_by_steps.items()) or "no steps yet"

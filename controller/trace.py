@@ -205,9 +205,7 @@ class TraceWriter:
             self._misfits_logged = True
             logger.error("trace %s", misfit)
         if self._logged:
-            logger.warning(
-                "trace %s is written again; %d records were lost so far", self._folder, self.lost_records
-            )
+            logger.warning("trace %s is written again; %d records were lost so far", self._folder, self.lost_records)
         self._logged = ""
         self.last_error = misfit
 
@@ -363,9 +361,7 @@ def segments(paths: Iterable[Path]) -> list[Path]:
     for path in found:
         by_server[path.parent].append(path)
     return [
-        path
-        for group in by_server.values()
-        for path in sorted(group, key=lambda path: (len(path.name), path.name))
+        path for group in by_server.values() for path in sorted(group, key=lambda path: (len(path.name), path.name))
     ]
 
 
@@ -439,9 +435,7 @@ def _read_hello(path: Path, schema: Any) -> Hello:
         fields = msgspec.json.decode(metadata[b"specpilot.hello"], type=dict[str, Any])
         return msgspec.convert(["hello", *(fields[name] for name in Hello.__struct_fields__)], Hello)
     except (KeyError, msgspec.DecodeError) as error:
-        raise TraceError(
-            f"{path} describes its server in a way this specpilot cannot read: {error!r}"
-        ) from error
+        raise TraceError(f"{path} describes its server in a way this specpilot cannot read: {error!r}") from error
 
 
 class ServerTrace(msgspec.Struct):
@@ -546,13 +540,9 @@ def print_trace_info(info: dict[str, ServerTrace], console: Console) -> None:
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
         grid.add_row("segments", f"{server.segments:,}, {server.bytes_on_disk / 1e6:,.1f} MB")
-        grid.add_row(
-            "records", f"{server.records:,} of {server.instances} processes, {server.dropped:,} missing"
-        )
+        grid.add_row("records", f"{server.records:,} of {server.instances} processes, {server.dropped:,} missing")
         if server.records:
-            share = ", ".join(
-                f"K={steps} {100 * part:.1f} %" for steps, part in server.share_by_steps.items()
-            )
+            share = ", ".join(f"K={steps} {100 * part:.1f} %" for steps, part in server.share_by_steps.items())
             sizes = f"{server.batch_size_min} / {server.batch_size_median} / {server.batch_size_max}"
             grid.add_row("time", f"{_when(server.first_time)} to {_when(server.last_time)}")
             grid.add_row("steps", share)

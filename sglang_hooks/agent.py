@@ -90,7 +90,12 @@ class Agent:
             mailbox = Mailbox()
             self._source = UpdateSource(self.settings, self.policy, mailbox, facts.tp_size)
             self._link = Link(
-                self.settings.endpoint, self._hello, self._state, self._queue, mailbox, self.policy.candidate_steps
+                self.settings.endpoint,
+                self._hello,
+                self._state,
+                self._queue,
+                mailbox,
+                self.policy.candidate_steps,
             )
             self._link.start()
         self.ready = True

@@ -104,7 +104,11 @@ class Confirmation:
 
 
 def apply_update(
-    update: PolicyUpdate, policy: TablePolicy, settings_hash: int, all_gather: AllGather, confirmation: Confirmation
+    update: PolicyUpdate,
+    policy: TablePolicy,
+    settings_hash: int,
+    all_gather: AllGather,
+    confirmation: Confirmation,
 ) -> None:
     """Every rank: carry out one update, called by SGLang's dispatcher in broadcast order."""
     if update.table is not None:

@@ -130,7 +130,12 @@ class Link(threading.Thread):
         self._newest_epoch = 0
         self._stopping = threading.Event()
         self._said: set[str] = set()
-        self.counters = {"tables_received": 0, "tables_refused": 0, "messages_refused": 0, "leases_ignored": 0}
+        self.counters = {
+            "tables_received": 0,
+            "tables_refused": 0,
+            "messages_refused": 0,
+            "leases_ignored": 0,
+        }
 
     def stop(self, timeout: float = 2.0) -> None:
         """Send what is queued, as far as the controller takes it at once, and end the thread."""

@@ -15,6 +15,7 @@ that the tokenizer and the detokenizer should not import.
     SchedulerBatchResultProcessor.process_batch_result_decode      makes the StepRecord
     EAGLEWorkerV2.apply_runtime_state                 drops what switching would leave behind
     EagleDraftWorkerBase._rebuild_topk1_chain_buffers keeps one pair of buffers per K
+    EAGLEWorkerV2._build_trivial_verify_input         mends K=0 without overlap scheduling
 
 SGLang only logs what a plugin raises, and a server that runs unhooked looks healthy.
 So whatever goes wrong here ends the start: SystemExit passes SGLang's handler.
@@ -147,7 +148,10 @@ def _check_version(settings: Settings) -> None:
 
 _SIGNATURES = {
     f"{POLICY_CLASS}.__init__": ("self", "initial_steps", "cfg_path"),
-    "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController.activate_step_by_batch": ("self", "batch_size"),
+    "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController.activate_step_by_batch": (
+        "self",
+        "batch_size",
+    ),
     "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController.on_verify_complete": (
         "self",
         "num_correct_drafts_per_req",
@@ -165,6 +169,7 @@ _SCHEDULER_SIGNATURES = {
     f"{_SCHEDULER}.init_request_dispatcher": ("self",),
     f"{_WORKER}.apply_runtime_state": ("self", "state"),
     f"{_DRAFT_WORKER}._rebuild_topk1_chain_buffers": ("self",),
+    f"{_WORKER}._build_trivial_verify_input": ("self", "batch"),
 }
 _FIELDS = {
     "sglang.srt.managers.utils.GenerationBatchResult": (
@@ -173,7 +178,12 @@ _FIELDS = {
         "copy_done",
         "can_run_cuda_graph",
     ),
-    "sglang.srt.managers.schedule_batch.ScheduleBatch": ("forward_iter", "launch_ts", "has_grammar", "forward_mode"),
+    "sglang.srt.managers.schedule_batch.ScheduleBatch": (
+        "forward_iter",
+        "launch_ts",
+        "has_grammar",
+        "forward_mode",
+    ),
 }
 
 
@@ -283,6 +293,7 @@ def _install_scheduler_hooks() -> None:
             (f"{processor}.process_batch_result_decode", _around_decode_result, HookType.AROUND),
             (f"{_WORKER}.apply_runtime_state", _around_apply_runtime_state, HookType.AROUND),
             (f"{_DRAFT_WORKER}._rebuild_topk1_chain_buffers", _around_rebuild_chain_buffers, HookType.AROUND),
+            (f"{_WORKER}._build_trivial_verify_input", _after_build_trivial_verify_input, HookType.AFTER),
         ]
     )
     logging.getLogger(_WORKER_LOGGER).addFilter(_not_a_switch)
@@ -423,3 +434,14 @@ def _around_rebuild_chain_buffers(original: Callable[..., Any], draft_worker: An
     if draft_worker.topk == 1:
         kept[key] = draft_worker._topk1_parents_prealloc, draft_worker._topk1_score_indices_prealloc
     return value
+
+
+def _after_build_trivial_verify_input(verify_input: Any, worker: Any, batch: Any) -> None:  # noqa: ARG001
+    """Give K=0 its token ids as int64, as K>0 has them.
+
+    Without overlap scheduling SGLang hands on the int32 of ``fill_bonus_tokens``; its greedy
+    verify kernel takes int64 only, so the first K=0 step ends the server (seen on 0.5.17, the
+    code is the same up to 0.5.23). Under overlap they are int64 already and this does nothing.
+    """
+    if verify_input.draft_token is not None:
+        verify_input.draft_token = verify_input.draft_token.long()

@@ -95,7 +95,10 @@ def _max_steps(text: str) -> tuple[tuple[int, int], ...]:
 
 OPTIONS = (
     Option(
-        "SPECPILOT_ENDPOINT", "", "Socket of the controller, `ipc:///path`. Empty: the plugin is inert.", _endpoint
+        "SPECPILOT_ENDPOINT",
+        "",
+        "Socket of the controller, `ipc:///path`. Empty: the plugin is inert.",
+        _endpoint,
     ),
     Option(
         "SPECPILOT_MODE",

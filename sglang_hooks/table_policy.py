@@ -11,6 +11,7 @@ exploration block: otherwise a probe that a keep set happens to allow would stic
 
 from __future__ import annotations
 
+import itertools
 import logging
 from bisect import bisect_left
 from collections import deque
@@ -85,7 +86,7 @@ class CompiledTable:
         for name, edges in (("batch_edges", table.batch_edges), ("context_edges", table.context_edges)):
             if len(edges) >= MAX_REGIONS:
                 raise TableError(f"{name} has {len(edges)} edges, at most {MAX_REGIONS - 1} are taken")
-            if any(a >= b for a, b in zip(edges, edges[1:], strict=False)) or (edges and edges[0] < 0):
+            if any(a >= b for a, b in itertools.pairwise(edges)) or (edges and edges[0] < 0):
                 raise TableError(f"{name} must rise and not be negative: {edges}")
         for name, column in (("choice", table.choice), ("keep", table.keep)):
             if len(column) != cells:
@@ -115,7 +116,7 @@ class CompiledTable:
             choice=tuple(table.choice),
             keep=tuple(frozenset(kept) for kept in table.keep),
             min_dwell_steps=table.min_dwell_steps,
-            explore={cell: tuple(map(tuple, row)) for cell, row in table.explore.items() if row},  # type: ignore[misc]
+            explore={cell: tuple((k, p) for k, p in row) for cell, row in table.explore.items() if row},
             block_steps=table.block_steps,
         )
 

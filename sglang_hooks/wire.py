@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import enum
 
-
 import msgspec
 
 WIRE_VERSION = 1
@@ -233,7 +232,7 @@ class FrameDecoder:
     """
 
     def __init__(self, expected: object) -> None:
-        self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(expected)  # type: ignore[arg-type]
+        self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(expected)
 
     def decode(self, frame: bytes | memoryview) -> object:
         """Return the message in ``frame``; raise WireError for anything else."""

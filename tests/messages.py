@@ -76,6 +76,12 @@ def record(**changes: Any) -> StepRecord:
 def table(epoch: int = 1, steps: int = 1, **changes: Any) -> DecisionTable:
     """One cell, one K."""
     plain = DecisionTable(
-        epoch=epoch, lease_seconds=5.0, policy="static", batch_edges=[], context_edges=[], choice=[steps], keep=[[]]
+        epoch=epoch,
+        lease_seconds=5.0,
+        policy="static",
+        batch_edges=[],
+        context_edges=[],
+        choice=[steps],
+        keep=[[]],
     )
     return msgspec.structs.replace(plain, **changes)

@@ -8,7 +8,17 @@ from typing import Any
 
 import zmq
 
-from sglang_hooks.wire import DecisionTable, FrameDecoder, FromHook, Hello, HookState, Lease, StepBatch, StepRecord, encode
+from sglang_hooks.wire import (
+    DecisionTable,
+    FrameDecoder,
+    FromHook,
+    Hello,
+    HookState,
+    Lease,
+    StepBatch,
+    StepRecord,
+    encode,
+)
 
 
 class Peer:

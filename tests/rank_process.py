@@ -51,7 +51,11 @@ def main() -> None:
     group = Group(rank, world)
     fallback = 1 if scenario == "settings" and rank == 1 else 3
     settings = Settings(
-        endpoint=endpoint, fallback=fallback, min_table_interval_seconds=0.0, check_steps=100, stale_seconds=0.5
+        endpoint=endpoint,
+        fallback=fallback,
+        min_table_interval_seconds=0.0,
+        check_steps=100,
+        stale_seconds=0.5,
     )
     agent = Agent(settings, TablePolicy(settings, [0, 1, 3], 3))
     agent.start(ServerFacts(server_id="tp", rank=rank, tp_size=world), all_gather=group.all_gather_object)
@@ -70,9 +74,7 @@ def main() -> None:
     loads = random.Random(7)  # the batch is the same on every rank
     lines = []
     adopted = 0
-    with get_parallel().override(
-        pp_rank=0, attn_tp_rank=rank, attn_cp_rank=0, tp_group=group, attn_dp_enabled=False
-    ):
+    with get_parallel().override(pp_rank=0, attn_tp_rank=rank, attn_cp_rank=0, tp_group=group, attn_dp_enabled=False):
         for number in range(200_000):
             time.sleep(delays.random() * 0.002)
             Scheduler.process_input_requests(scheduler, requests.recv_requests())
@@ -83,7 +85,7 @@ def main() -> None:
             adopted += bool(lines) and epoch != lines[-1][1] and epoch != 0
             policy.forward_iter += 1
             lines.append([number, epoch, int(policy.source), policy.get_steps_for_batch(loads.randrange(1, 100))])
-            if adopted >= CHANGES or number >= 600 and scenario != "changes":
+            if adopted >= CHANGES or (number >= 600 and scenario != "changes"):
                 break
     Path(out).write_text(
         json.dumps({"lines": lines, "confirmed": [agent.confirmation.epoch, agent.confirmation.ranks],

@@ -64,12 +64,13 @@ class FakeGpuWorker(EAGLEWorkerV2):
         self._draft_worker = FakeDraftWorker(initial_steps)
         self._target_worker = SimpleNamespace(
             model_runner=SimpleNamespace(
-                attn_backend=None,
+                attn_backend=SimpleNamespace(verify_mask=None, max_context_len=32),
                 decode_cuda_graph_runner=SimpleNamespace(capture_bs=CAPTURED),
                 device="cpu",
             )
         )
         self.topk = 1
+        self.device = "cpu"
         self.speculative_num_steps = initial_steps
         self.speculative_num_draft_tokens = initial_steps + 1
         self._hosts_draft = True
@@ -84,15 +85,15 @@ class FakeGpuWorker(EAGLEWorkerV2):
     def build_adaptive_runtime_state(
         self, speculative_num_steps: int, speculative_num_draft_tokens: int, cuda_graph_bs: Any = None
     ) -> SpecRuntimeState:
+        backend = self._target_worker.model_runner.attn_backend
         return SpecRuntimeState(
-            speculative_num_steps, speculative_num_draft_tokens, *([MagicMock()] * 4), None, None
+            speculative_num_steps, speculative_num_draft_tokens, None, None, backend, MagicMock(), None, None
         )
-
-    def _build_trivial_verify_input(self, batch: Any) -> Any:
-        return self._draft_worker.draft(batch)
 
     def verify(self, batch: Any, pp_proxy_tensors: Any = None, grammar_barrier: Any = None) -> GenerationBatchResult:
         width = self.speculative_num_draft_tokens
+        if width == 1:  # sgl_kernel's verify_tree_greedy refuses anything else
+            assert batch.spec_info.draft_token.dtype == torch.int64, "Expected 'candidates' to be of type long"
         self.applied.append(width - 1)
         batch.forward_mode = ForwardMode.TARGET_VERIFY  # as the real one leaves it within the isolation
         accepted = self.accept(batch, width - 1)
@@ -217,7 +218,9 @@ class Loop:
         batch.forward_mode = ForwardMode.DECODE
         batch.spec_algorithm = SpeculativeAlgorithm.from_string("EAGLE3")
         batch.seq_lens = torch.tensor([req.seqlen for req in self.reqs])
-        batch.spec_info = SimpleNamespace(is_verify_input=lambda: False)
+        # Without overlap the bonus tokens come as verify left them, as int32.
+        tokens = torch.full((len(self.reqs),), 7, dtype=torch.int64 if self.lag else torch.int32)
+        batch.spec_info = SimpleNamespace(is_verify_input=lambda: False, bonus_tokens=tokens)
         batch.forward_iter, batch.launch_ts = self.forward_ct, time.monotonic()
         with Scheduler._forward_isolation(self.scheduler, batch, overlap=False):
             result = self.worker.forward_batch_generation(batch)

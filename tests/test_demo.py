@@ -58,9 +58,7 @@ def png_size(path: Path) -> tuple[int, int]:
     while offset < len(data):
         (length,) = struct.unpack(">I", data[offset : offset + 4])
         kind, body = data[offset + 4 : offset + 8], data[offset + 8 : offset + 8 + length]
-        assert struct.unpack(">I", data[offset + 8 + length : offset + 12 + length])[0] == zlib.crc32(
-            kind + body
-        )
+        assert struct.unpack(">I", data[offset + 8 + length : offset + 12 + length])[0] == zlib.crc32(kind + body)
         offset += 12 + length
     assert kind == b"IEND"
     width, height = struct.unpack(">II", data[16:24])
@@ -80,9 +78,7 @@ def test_the_demo_end_to_end(tmp_path: Path, environment: dict[str, str]) -> Non
         str(paths["out.json"]),
     ]
     command += ["--png", str(paths["picture.png"]), "--keep", str(paths["kept"])]
-    process = subprocess.run(
-        command, capture_output=True, text=True, env=environment, check=False, timeout=90
-    )
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=90)
     assert process.returncode == 0, process.stdout + process.stderr
 
     report = json.loads(paths["out.json"].read_text())
@@ -127,9 +123,7 @@ def run_in_process(tmp_path: Path, width: int = 200) -> tuple[int, str]:
     return code, text.getvalue()
 
 
-def test_a_controller_that_dies_is_named_with_its_last_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_controller_that_dies_is_named_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "_CONFIG", demo._CONFIG + "\n[nonsense]\n")
     code, text = run_in_process(tmp_path)
     assert code == 1
@@ -138,9 +132,7 @@ def test_a_controller_that_dies_is_named_with_its_last_words(
     assert not (tmp_path / "out.json").exists()
 
 
-def test_a_server_that_dies_is_named_with_its_last_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_dies_is_named_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "SEED", "no number")
     code, text = run_in_process(tmp_path)
     assert code == 1
@@ -164,9 +156,7 @@ def test_a_time_too_short_is_refused(tmp_path: Path) -> None:
 
 def test_a_controller_killed_in_the_middle_ends_the_demo(tmp_path: Path, environment: dict[str, str]) -> None:
     process = start_demo(tmp_path, environment)
-    controller = next(
-        child for child in psutil.Process(process.pid).children() if "controller.cli" in child.cmdline()
-    )
+    controller = next(child for child in psutil.Process(process.pid).children() if "controller.cli" in child.cmdline())
     controller.kill()
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 1
@@ -198,9 +188,7 @@ def start_demo(tmp_path: Path, environment: dict[str, str]) -> subprocess.Popen[
         "--png",
         str(tmp_path / "p.png"),
     ]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     assert process.stdout is not None
     assert "tokens/s" in process.stdout.readline()
     return process
@@ -229,9 +217,7 @@ def test_a_picture_of_few_steps_can_be_drawn(tmp_path: Path) -> None:
     summary = Summary(1, 4, 1.0, 4.0, {"3": 1.0}, 0, 0, 0, 1000.0)
     phases = (Phase(0.0, "code-like", 0.8),)
     for count in (1, 2):
-        steps = [
-            record(time=1000.5 + 0.01 * i, seconds=0.01 * i, launch_gap_seconds=0.0) for i in range(count)
-        ]
+        steps = [record(time=1000.5 + 0.01 * i, seconds=0.01 * i, launch_gap_seconds=0.0) for i in range(count)]
         run = demo.Run(1.0, summary, "threshold", steps, phases)
         demo.draw(run, tmp_path / "few.png")
         assert png_size(tmp_path / "few.png")[0] >= 1200

@@ -20,7 +20,7 @@ from tests.peers import Peer
 Start = Callable[..., Agent]
 
 
-@pytest.fixture()
+@pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     agents = []
 
@@ -67,7 +67,18 @@ def wait(done: Callable[[], object], seconds: float = 10.0) -> None:
         encode(table(steps=2)),
         encode(table(lease_seconds=float("nan"))),
     ],
-    ids=["empty", "version-only", "byte", "random", "other-version", "cut", "nested", "epoch", "undeclared", "nan"],
+    ids=[
+        "empty",
+        "version-only",
+        "byte",
+        "random",
+        "other-version",
+        "cut",
+        "nested",
+        "epoch",
+        "undeclared",
+        "nan",
+    ],
 )
 def test_bad_messages_are_counted_and_change_nothing(frame: bytes, start: Start, tmp_path: Path) -> None:
     agent = start()
@@ -213,7 +224,9 @@ def test_either_side_may_start_first_and_the_controller_may_restart(start: Start
         assert peer.records(1)[0].record_seq == 1
 
 
-def test_hello_is_repeated_to_a_silent_controller(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hello_is_repeated_to_a_silent_controller(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(link_module, "SILENCE_SECONDS", 0.2)
     monkeypatch.setattr(link_module, "STATE_SECONDS", 0.1)
     start()

@@ -42,7 +42,14 @@ def run_ranks(tmp_path: Path, scenario: str, world: int = 2) -> tuple[list[dict[
                 keep = [draws.sample([0, 1, 3], draws.randrange(3)) for _ in range(4)]
                 explore = {draws.randrange(4): [(1, 0.3)]} if epoch % 2 else {}
                 peer.send(
-                    table(epoch=epoch, batch_edges=edges, choice=choice, keep=keep, explore=explore, lease_seconds=0.05)
+                    table(
+                        epoch=epoch,
+                        batch_edges=edges,
+                        choice=choice,
+                        keep=keep,
+                        explore=explore,
+                        lease_seconds=0.05,
+                    )
                 )
                 time.sleep(draws.choice([0.0, 0.002, 0.005, 0.02]))
                 if epoch % 50 == 0:

@@ -40,6 +40,7 @@ TARGETS = [
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_decode",
     "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.apply_runtime_state",
     "sglang.srt.speculative.base_spec_worker.EagleDraftWorkerBase._rebuild_topk1_chain_buffers",
+    "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2._build_trivial_verify_input",
 ]
 
 
@@ -51,20 +52,20 @@ def attributes() -> dict[str, Any]:
     return found
 
 
-@pytest.fixture()
+@pytest.fixture
 def peer(tmp_path: Path) -> Iterator[Peer]:
     with Peer(tmp_path) as made:
         yield made
 
 
-@pytest.fixture()
+@pytest.fixture
 def config(tmp_path: Path) -> str:
     path = tmp_path / "adaptive.json"
     path.write_text(json.dumps({"1": {"candidate_steps": [0, 1, 3]}}))
     return str(path)
 
 
-@pytest.fixture()
+@pytest.fixture
 def active(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("SPECPILOT_ENDPOINT", peer.endpoint)
     monkeypatch.setenv("SPECPILOT_MIN_TABLE_INTERVAL_SECONDS", "0")
@@ -145,7 +146,11 @@ def test_hooks_of_another_plugin_on_the_same_target_stay(
 
 def test_steps_stream_out_and_a_table_changes_the_steps_that_follow(loop: rig.Loop, peer: Peer) -> None:
     hello = peer.hello()
-    assert (hello.candidate_steps, hello.captured_batch_sizes, hello.skip) == ([0, 1, 3], rig.CAPTURED, "verify")
+    assert (hello.candidate_steps, hello.captured_batch_sizes, hello.skip) == (
+        [0, 1, 3],
+        rig.CAPTURED,
+        "verify",
+    )
     assert (hello.overlap, hello.kv_tokens, hello.context_length) == (bool(loop.lag), 10_000, 32768)
     loop.reqs = [rig.request("a", 100, 400), rig.request("b", 50, 400)]
     for _ in range(10):
@@ -223,7 +228,10 @@ def test_switching_leaves_nothing_behind(loop: rig.Loop, caplog: pytest.LogCaptu
             controller._activate((1, 3, 0)[i % 3])
             buffers.add(draft._topk1_parents_prealloc.data_ptr() if i % 3 == 1 else None)
     assert len(get_context()._overrides_log) <= entries + 1
-    assert get_context()._overrides_log[-1][1] == {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
+    assert get_context()._overrides_log[-1][1] == {
+        "speculative_num_steps": 1,
+        "speculative_num_draft_tokens": 2,
+    }
     assert len(buffers - {None}) == 1
     assert not [r for r in caplog.records if "Switch adaptive" in r.getMessage()]
 

@@ -86,9 +86,7 @@ def make_server(tmp_path: Path, workload: Workload, seed: int = 1, overlap: bool
     )
 
 
-def serve(
-    server: SimServer, before_turn: Callable[[SimServer, int], None] = lambda *_: None
-) -> list[StepRecord]:
+def serve(server: SimServer, before_turn: Callable[[SimServer, int], None] = lambda *_: None) -> list[StepRecord]:
     """Serve every request and return all records."""
     server.start()
     turns = 0

@@ -48,9 +48,7 @@ SMALL = TraceConfig(segment_bytes=1 << 16, total_bytes=1 << 18, flush_seconds=1.
 
 
 def numbered(start: int, count: int, **changes: Any) -> list[StepRecord]:
-    return [
-        record(record_seq=n, step=n, time=1_700_000_000.0 + n, **changes) for n in range(start, start + count)
-    ]
+    return [record(record_seq=n, step=n, time=1_700_000_000.0 + n, **changes) for n in range(start, start + count)]
 
 
 def read(paths: Sequence[Path]) -> list[StepRecord]:
@@ -121,9 +119,7 @@ def test_round_trip_is_exact(batches: list[list[StepRecord]]) -> None:
 
 
 @given(st.lists(RECORDS, min_size=1, max_size=9), st.integers(0, 9), st.integers(0, 9))
-def test_a_slice_of_a_batch_converts_to_its_own_records(
-    records: list[StepRecord], start: int, count: int
-) -> None:
+def test_a_slice_of_a_batch_converts_to_its_own_records(records: list[StepRecord], start: int, count: int) -> None:
     part = trace.records(to_batch(records).slice(min(start, len(records)), count))
     assert encode(StepBatch(part, 0)) == encode(StepBatch(records[start : start + count], 0))
 
@@ -540,10 +536,7 @@ def test_trace_info_counts_gaps_restarts_and_torn_tails(tmp_path: Path) -> None:
     assert list(info) == [KEY, "other/0"]
     server = info[KEY]
     assert (server.segments, server.records, server.instances) == (4, 12, 2)
-    assert (
-        server.bytes_on_disk
-        == sum(path.stat().st_size for path in torn.parent.iterdir()) - foreign.stat().st_size
-    )
+    assert server.bytes_on_disk == sum(path.stat().st_size for path in torn.parent.iterdir()) - foreign.stat().st_size
     assert (server.first_time, server.last_time) == (1_700_000_010.0, 1_700_000_003.0)
     assert server.share_by_steps == {"0": 1 / 12, "1": 3 / 12, "3": 8 / 12}
     assert (server.batch_size_min, server.batch_size_median, server.batch_size_max) == (1, 2, 64)

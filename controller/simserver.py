@@ -387,7 +387,7 @@ class SimServer:
         candidate_steps: Sequence[int] = CANDIDATE_STEPS,
         initial_steps: int = INITIAL_STEPS,
     ) -> None:
-        self.policy = TablePolicy(settings, candidate_steps, initial_steps)
+        self.policy = TablePolicy(settings, candidate_steps, initial_steps, clock.now)
         self.agent = Agent(settings, self.policy)
         self._surface = surface
         self._workload = workload
@@ -459,7 +459,7 @@ class SimServer:
             share_by_k={str(k): count / steps for k, count in sorted(self._steps.items())},
             switches=self._switches,
             tables_applied=self._tables_applied,
-            dropped_records=self.agent._queue.dropped,
+            dropped_records=self.agent.state().counters["records_dropped"],
             started_at=self._started_wall,
         )
 
@@ -562,8 +562,6 @@ class SimServer:
         self._wait_for(result)
         result.num_correct_drafts_per_req_cpu = result.accepted
         self.policy.on_verify_complete(result.accepted, len(batch.reqs))
-        # The policy took the host's time: the same for a wall clock, and wrong for a virtual one.
-        self.policy.completed_at = self._clock.now()
         for req, accepted in zip(batch.reqs, result.accepted, strict=True):
             if req.finished_reason is None:
                 self._tokens += req.emit(accepted + 1)

@@ -21,7 +21,6 @@ import os
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import monotonic
 from typing import Any
 
 from sglang_hooks.broadcast import AllGather, Confirmation, PolicyUpdate, UpdateSource, apply_update
@@ -91,8 +90,8 @@ class Agent:
             self._source = UpdateSource(self.settings, self.policy, mailbox, facts.tp_size)
             self._link = Link(
                 self.settings.endpoint,
-                self._hello,
-                self._state,
+                self.hello,
+                self.state,
                 self._queue,
                 mailbox,
                 self.policy.candidate_steps,
@@ -112,7 +111,7 @@ class Agent:
         if received is None or self._source is None:
             return
         try:
-            update = self._source.poll(monotonic())
+            update = self._source.poll(self.policy.clock())
         except Exception:
             # Without its clock a table would stay in force for ever: all ranks fall back, once.
             self._failed("the receiving pass")
@@ -163,9 +162,10 @@ class Agent:
         self._recording = False
         logger.exception("specpilot: %s failed; this server records no more steps and goes on serving", where)
 
-    # -- the link's thread --
+    # -- the link's thread, and whoever wants to look --
 
-    def _hello(self) -> Hello:
+    def hello(self) -> Hello:
+        """Return what the controller must know of this server; after ``start``."""
         facts, policy = self._facts, self.policy
         return Hello(
             server_id=facts.server_id,
@@ -191,7 +191,8 @@ class Agent:
             epoch=self._link.newest_epoch if self._link is not None else 0,
         )
 
-    def _state(self) -> HookState:
+    def state(self) -> HookState:
+        """Return what the hooks are doing now, with all their counters; after ``start`` on rank 0."""
         policy, recorder, link = self.policy, self.recorder, self._link
         assert link is not None
         table = policy.table

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from time import monotonic, time
+from time import time
 from typing import Any
 
 from sglang_hooks.link import RecordQueue
@@ -59,7 +59,7 @@ class Recorder:
         # The decode step completed last.
         self._previous_step = 0
         self._previous_at = 0.0
-        self._clock_offset = time() - monotonic()
+        self._clock_offset = time() - policy.clock()
 
     def launched(self, batch: Any) -> None:
         """Before a forward pass: keep the context fresh and note what is launched."""

@@ -15,7 +15,7 @@ import itertools
 import logging
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import NamedTuple
@@ -178,7 +178,15 @@ class TablePolicy:
     at the same pass of the scheduler's loop (see ``broadcast.py``).
     """
 
-    def __init__(self, settings: Settings, candidate_steps: Sequence[int], initial_steps: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        candidate_steps: Sequence[int],
+        initial_steps: int,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """``clock`` gives seconds that never go back: of completions, and of leases on rank 0."""
+        self.clock = clock
         self._candidates = sorted(set(candidate_steps))
         fallback = initial_steps if settings.fallback is None else settings.fallback
         if fallback not in self._candidates:
@@ -238,7 +246,7 @@ class TablePolicy:
 
         SGLang calls this right after the step's own ``copy_done.synchronize()``.
         """
-        self.completed_at = monotonic()
+        self.completed_at = self.clock()
 
     # -- what the hooks and the broadcast call --
 

@@ -24,12 +24,12 @@ run() {  # one configuration, its log in OUT
   CUDA_VISIBLE_DEVICES="$gpus" timeout 420 python3 "$here/follow_load.py" --models "$root/models" --out "$out" \
     --attention "$attention" --tp "$tp" "${flags[@]}" > "$root/$name.log" 2>&1
   echo "$name: exit $?"
-  { head -c 200000 "$root/$name.log"; echo ...; tail -c 200000 "$root/$name.log"; } | xz > "$out/$name.log.xz"
-  grep -aiE 'error|exception|specpilot' "$root/$name.log" | tail -n 12
+  grep -aE 'Error|specpilot:|followed' "$root/$name.log" | cut -c1-300 | tail -n 12
 }
 for config in "$@"; do
   if [ "${config%&}" != "$config" ]; then run "${config%&}" & else run "$config"; wait; fi
 done
 wait
-(cd "$HOME" && tar cf - .cache/flashinfer .triton/cache .cache/tvm-ffi 2>/dev/null | xz -6 -T0 > "$out/caches.tar.xz")
+tar cJf "$out/logs.tar.xz" -C "$root" $(cd "$root" && ls *.log)
+[ -f "$bundle/caches.tar.xz" ] || (cd "$HOME" && tar cf - .cache/flashinfer .triton/cache .cache/tvm-ffi 2>/dev/null | xz -6 -T0 > "$out/caches.tar.xz")
 ls -la "$out"

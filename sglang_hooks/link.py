@@ -97,6 +97,10 @@ class RecordQueue:
         else:
             self._records.append(record)
 
+    def waiting(self) -> int:
+        """Return how many records are not sent yet."""
+        return len(self._records)
+
     def take(self, limit: int) -> list[StepRecord]:
         """Return up to ``limit`` records, oldest first (link thread)."""
         records = self._records

@@ -16,8 +16,12 @@ from sglang_hooks.link import RecordQueue
 from sglang_hooks.table_policy import TablePolicy
 from sglang_hooks.wire import MASKED, ForwardKind, StepRecord
 
-CONTEXT_REFRESH = 16
-"""Forward passes for which a sum of context lengths is kept while the batch's members stay."""
+CONTEXT_REFRESH = 256
+"""Forward passes after which context lengths are read anew though the batch's members stayed.
+
+In between their sum grows by the tokens of each result, which is the same number without
+looking at every request.
+"""
 
 CONTEXT_REFRESH_ROWS = 64
 """A batch of n x 64 requests re-reads its lengths at most every n-th pass, however its members change."""
@@ -84,7 +88,7 @@ class Recorder:
             self._context_batch_size = batch_size
             self._context_tokens = sum([req.seqlen for req in reqs])
             self._context_at = forward_iter
-            self._policy.mean_context = self._context_tokens / batch_size if batch_size else 0.0
+        self._policy.mean_context = self._context_tokens / max(self._context_batch_size, 1)
 
     def decided(self, batch: Any, steps: int) -> None:
         """After the forward was launched at ``steps``: keep the facts until its result comes (rank 0)."""
@@ -116,6 +120,10 @@ class Recorder:
         policy, queue = self._policy, self._queue
         step = batch.forward_iter
         launch = policy.take_launch(step)
+        accepted = result.num_correct_drafts_per_req_cpu
+        self._context_tokens += sum(accepted) + len(accepted)
+        for row in masked:
+            self._context_tokens -= accepted[row] + 1
         if queue is None:
             return
         completed_at = policy.completed_at
@@ -129,7 +137,7 @@ class Recorder:
         draft_tokens = result.speculative_num_draft_tokens or 0
         if draft_tokens != launch.steps + 1:
             self.steps_mismatched += 1
-        accepted = list(result.num_correct_drafts_per_req_cpu)
+        accepted = list(accepted)
         truncated = []
         ended = _ended_rows(batch.reqs)
         if len(ended) > len(masked):

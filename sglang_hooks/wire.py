@@ -99,7 +99,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     padded_batch_size: int
     """Captured CUDA-graph size the batch was padded to; ``batch_size`` when it ran eagerly."""
     context_tokens: int
-    """Sum of sequence lengths at launch, host-side, at most 16 forward passes old."""
+    """Sum of sequence lengths at launch as the host knows them: without what is in flight."""
     steps: int
     """K asked for at launch."""
     proposed_steps: int

@@ -1,0 +1,325 @@
+"""``specpilot bench hook``: what Specpilot costs, measured on its real parts.
+
+The hooks of ``sglang_hooks/plugin.py`` run as SGLang would call them (launch N, then settle
+N-1), around stand-ins for SGLang's own work that take no time, with the real link thread and
+a real controller process on the other end. What is timed is therefore what Specpilot adds.
+Steps are paced, so caches are as cold as a real scheduler leaves them.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+from rich.console import Console
+from rich.table import Table
+
+from controller.simserver import Batch, Mode, Result
+from controller.simserver import H200_8B
+from sglang_hooks import plugin
+from sglang_hooks.agent import Agent, ServerFacts
+from sglang_hooks.settings import Settings
+from sglang_hooks.table_policy import TablePolicy
+from sglang_hooks.wire import DecisionTable, FrameDecoder, FromHook, Hello, StepRecord, encode
+
+PACE_SECONDS = 0.0003
+BATCH_SIZES = (64, 256)
+CANDIDATES = (0, 1, 3)
+TABLES = 300
+FEED_STEPS_PER_SECOND = 2000
+FEED_SECONDS = 10.0
+
+
+class Req:
+    """A request that never ends, as costly to look at as SGLang's.
+
+    That one has some 120 attributes: too many for CPython's fast layout, so reading one is a
+    dictionary look-up in memory of its own.
+    """
+
+    def __init__(self, prompt_tokens: int) -> None:
+        for number in range(120):
+            setattr(self, f"attribute_{number}", None)
+        self.origin_input_ids = [0] * prompt_tokens
+        self.output_ids = [0]
+        self.finished_reason = None
+        self.finished_len = None
+        self.is_retracted = False
+
+    @property
+    def seqlen(self) -> int:
+        """As in SGLang."""
+        return len(self.origin_input_ids) + len(self.output_ids)
+
+
+class Server:
+    """The hooks of one scheduler process, driven step by step."""
+
+    def __init__(self, endpoint: str, server_id: str) -> None:
+        settings = Settings(endpoint=endpoint, min_table_interval_seconds=0.0)
+        self.agent = Agent(settings, TablePolicy(settings, CANDIDATES, max(CANDIDATES)))
+        self.agent.start(
+            ServerFacts(server_id, captured_batch_sizes=H200_8B.captured_batch_sizes, overlap=True),
+            load=lambda: (0, 0, 0),
+        )
+        plugin._installed.agent = self.agent
+        self._forward_iter = 0
+        self._in_flight: tuple[Batch, Result] | None = None
+        self._reqs: list[Req] = []
+
+    def batch_of(self, size: int) -> None:
+        """Run ``size`` requests from now on, 300 to 1300 tokens long, that never end."""
+        self._in_flight = None
+        self._reqs = [Req(300 + 1000 * i // size) for i in range(size)]
+
+    def step(self) -> float:
+        """Run one pass of the loop and return the seconds that hooks and lookups took in it."""
+        self._forward_iter += 1
+        batch = Batch(self._reqs, Mode.DECODE, self._forward_iter, time.monotonic())  # type: ignore[arg-type]
+        received: list[Any] = []
+        begun = time.perf_counter()
+        plugin._after_pull_raw_reqs(received, None)
+        spent = time.perf_counter() - begun
+        for update in received:
+            self.agent.apply(update)
+        begun = time.perf_counter()
+        steps = plugin._around_forward(_ask_for_steps, None, batch)
+        spent += time.perf_counter() - begun
+        if self._in_flight is not None:
+            settled, result = self._in_flight
+            begun = time.perf_counter()
+            plugin._around_decode_result(_verify, None, settled, result)
+            spent += time.perf_counter() - begun
+        accepted = [min(1, steps)] * len(self._reqs)
+        result = Result(0.0, accepted, steps + 1, can_run_cuda_graph=True, num_correct_drafts_per_req_cpu=accepted)
+        self._in_flight = batch.copy(), result
+        return spent
+
+    def stop(self) -> None:
+        """End the link."""
+        self.agent.stop()
+        plugin._installed.agent = None
+
+
+def _ask_for_steps(worker: None, batch: Batch) -> int:  # noqa: ARG001
+    """What SGLang does of interest inside ``forward_batch_generation``."""
+    return plugin._agent().policy.get_steps_for_batch(len(batch.reqs))
+
+
+def _verify(processor: None, batch: Batch, result: Result) -> None:  # noqa: ARG001
+    """What SGLang does of interest inside ``process_batch_result_decode``."""
+    plugin._agent().policy.on_verify_complete(result.accepted, len(batch.reqs))
+
+
+def bench_hook(json_path: Path | None, steps: int, memory_steps: int, console: Console) -> int:
+    """Measure, print, and write the figures to ``json_path``; return the exit code."""
+    try:
+        import psutil
+    except ImportError:
+        console.print("[red]specpilot bench needs psutil: pip install 'specpilot\\[bench]'[/]")
+        return 1
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="specpilot-bench-") as folder, _controller(Path(folder)) as running:
+        endpoint, process = running
+        server = Server(endpoint, "bench:1")
+        try:
+            _until(lambda: server.agent.state().epoch > 0, server, "the controller sent no table")
+            for stopped in (False, True):
+                if stopped:
+                    process.send_signal(signal.SIGSTOP)
+                for size in BATCH_SIZES:
+                    console.print(f"hooks at batch {size}, controller {'stopped' if stopped else 'running'} ...")
+                    into = figures if size == BATCH_SIZES[0] else figures.setdefault(f"batch_{size}", {})
+                    median, p99 = _hook_cost(server, size, steps)
+                    prefix = "stopped_" if stopped else ""
+                    into[f"{prefix}median_us"], into[f"{prefix}p99_us"] = median, p99
+            process.send_signal(signal.SIGCONT)
+        finally:
+            server.stop()
+        console.print("table latency ...")
+        figures["table_latency_ms_median"], figures["table_latency_ms_p99"] = _table_latency(Path(folder))
+        watched = psutil.Process(process.pid)
+        console.print(f"controller at {FEED_STEPS_PER_SECOND} steps/s ...")
+        figures["controller_core_share"] = _core_share(endpoint, watched)
+        if memory_steps:
+            console.print(f"controller's memory over {memory_steps:,} steps ...")
+            figures |= _memory(endpoint, watched, memory_steps)
+    figures |= {
+        "machine": f"{platform.machine()}, {psutil.cpu_count()} cores",
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+    if json_path is not None:
+        json_path.write_text(json.dumps(figures, indent=1) + "\n")
+    _print(figures, console)
+    return 0
+
+
+def _print(figures: dict[str, Any], console: Console) -> None:
+    table = Table("figure", "value", box=None)
+    for name, value in figures.items():
+        table.add_row(name, json.dumps(value) if isinstance(value, dict) else str(value))
+    console.print(table)
+
+
+@contextmanager
+def _controller(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Run a real controller, trace included, and give its endpoint."""
+    endpoint = f"ipc://{folder}/controller.ipc"
+    config = folder / "controller.toml"
+    config.write_text(
+        f'[controller]\nendpoint = "{endpoint}"\n[policy]\nname = "threshold"\nthreshold = 100\n'
+        f'[trace]\ndirectory = "{folder}/trace"\ntotal_bytes = {256 << 20}\n'
+    )
+    command = [sys.executable, "-m", "controller.cli", "--log-level", "warning", "controller", "--config", str(config)]
+    process = subprocess.Popen(command)
+    try:
+        yield endpoint, process
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+        process.wait(10)
+
+
+def _until(done: Callable[[], object], server: Server, failure: str) -> None:
+    server.batch_of(1)
+    deadline = time.monotonic() + 20
+    while not done():
+        if time.monotonic() > deadline:
+            raise RuntimeError(failure)
+        server.step()
+        time.sleep(0.01)
+
+
+def _hook_cost(server: Server, batch_size: int, steps: int) -> tuple[float, float]:
+    """Median and 99th percentile of the microseconds added per step."""
+    server.batch_of(batch_size)
+    spent = []
+    for _ in range(steps):
+        spent.append(server.step())
+        time.sleep(PACE_SECONDS)
+    micros = 1e6 * np.array(spent[steps // 20 :])
+    return round(float(np.median(micros)), 2), round(float(np.percentile(micros, 99)), 2)
+
+
+def _table_latency(folder: Path) -> tuple[float, float]:
+    """Median and 99th percentile of milliseconds from a table's send to its arrival in the mailbox.
+
+    The sender is another process; CLOCK_MONOTONIC is the same for both. Meanwhile the
+    scheduler thread runs its steps, so the link thread has to get the GIL from it.
+    """
+    endpoint = f"ipc://{folder}/latency.ipc"
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    sender = context.Process(target=_send_tables, args=(endpoint, theirs), daemon=True)
+    sender.start()
+    server = Server(endpoint, "bench:latency")
+    server.batch_of(64)
+    arrived: dict[int, float] = {}
+    assert server.agent._source is not None
+    mailbox = server.agent._source._mailbox
+    while len(arrived) < TABLES and sender.is_alive():
+        delivery = mailbox.table
+        if delivery is not None:
+            arrived[delivery.table.epoch] = delivery.received_at
+        server.step()
+        time.sleep(PACE_SECONDS)
+    sent: dict[int, float] = ours.recv()
+    server.stop()
+    sender.join(5)
+    millis = [1e3 * (arrived[epoch] - at) for epoch, at in sent.items() if epoch in arrived]
+    return round(float(np.median(millis)), 3), round(float(np.percentile(millis, 99)), 3)
+
+
+def _send_tables(endpoint: str, report: Connection) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.bind(endpoint)
+        decoder = FrameDecoder(FromHook)
+        while True:
+            address, frame = socket.recv_multipart()
+            if isinstance(decoder.decode(frame), Hello):
+                break
+        sent = {}
+        for epoch in range(1, TABLES + 1):
+            time.sleep(0.01 + 0.0001 * (epoch % 37))
+            table = encode(
+                DecisionTable(epoch, 5.0, "bench", list(range(1, 64)), [], [epoch % 2] * 64, [[] for _ in range(64)])
+            )
+            sent[epoch] = time.monotonic()
+            socket.send_multipart([address, table])
+        time.sleep(0.5)
+        report.send(sent)
+
+
+def _records(server: Server, count: int) -> list[StepRecord]:
+    """Real records of ``count`` steps at batch 64, taken from the queue before the link drains it."""
+    server.batch_of(64)
+    made: list[StepRecord] = []
+    server.agent._queue.put = made.append  # type: ignore[method-assign]
+    while len(made) < count:
+        server.step()
+    del server.agent._queue.put
+    return made
+
+
+def _core_share(endpoint: str, controller: Any) -> float:
+    """Share of one core that the controller uses while a server sends FEED_STEPS_PER_SECOND records."""
+    server = Server(endpoint, "bench:feed")
+    sample = _records(server, 512)
+    burst = FEED_STEPS_PER_SECOND // 100
+    sequence = len(sample)
+    begun, used = 0.0, 0.0
+    next_at = time.monotonic()
+    for turn in range(int(FEED_SECONDS * 100)):
+        if turn == 200:  # connected, segment open
+            begun, used = time.monotonic(), sum(controller.cpu_times()[:2])
+        for _ in range(burst):
+            sequence += 1
+            server.agent._queue.put(msgspec.structs.replace(sample[sequence % 512], record_seq=sequence))
+        next_at += 0.01
+        time.sleep(max(0.0, next_at - time.monotonic()))
+    share = (sum(controller.cpu_times()[:2]) - used) / (time.monotonic() - begun)
+    server.stop()
+    return round(share, 4)
+
+
+def _memory(endpoint: str, controller: Any, steps: int) -> dict[str, float]:
+    """Resident memory of the controller after a tenth of ``steps`` and after all, as fast as it takes them."""
+    server = Server(endpoint, "bench:memory")
+    sample = _records(server, 512)
+    queue = server.agent._queue
+    begun = time.monotonic()
+    early = 0.0
+    for sequence in range(steps):
+        if sequence == steps // 10:
+            early = controller.memory_info().rss
+        if sequence % 256 == 0:
+            while queue.waiting() > 4096:
+                time.sleep(0.001)
+        queue.put(msgspec.structs.replace(sample[sequence % 512], record_seq=sequence))
+    while queue.waiting():
+        time.sleep(0.001)
+    rate = steps / (time.monotonic() - begun)
+    server.stop()
+    time.sleep(1.5)
+    return {
+        "memory_steps": steps,
+        "controller_rss_mb_at_tenth": round(early / 1e6, 1),
+        "controller_rss_mb_at_end": round(controller.memory_info().rss / 1e6, 1),
+        "controller_steps_per_second_at_most": round(rate),
+    }

@@ -1,0 +1,42 @@
+# make demo   a simulated server steered by a real controller: a live view, then a picture
+# make test   the whole test suite, against the real classes of SGLang 0.5.23
+# Each makes its own virtual environment once and reuses it.
+PYTHON ?= python3
+DEMO := .venv/demo
+TEST := .venv/test
+
+.PHONY: demo test lint docs bench clean
+
+demo: $(DEMO)/ready
+	$(DEMO)/bin/specpilot demo
+
+test: $(TEST)/ready
+	$(TEST)/bin/python -m pytest -q
+
+lint: $(TEST)/ready
+	$(TEST)/bin/ruff check .
+	$(TEST)/bin/ruff format --check .
+	$(TEST)/bin/mypy
+
+docs: $(TEST)/ready
+	$(TEST)/bin/mkdocs build --strict --quiet
+
+bench: $(TEST)/ready
+	$(TEST)/bin/specpilot bench hook --json benchmarks/hook.json
+
+# A small environment: neither torch nor SGLang.
+$(DEMO)/ready: pyproject.toml
+	$(PYTHON) -m venv $(DEMO)
+	$(DEMO)/bin/pip install --quiet --upgrade pip
+	$(DEMO)/bin/pip install --quiet --editable '.[demo]'
+	touch $@
+
+# About three minutes and 11 GB: SGLang brings torch, which must be chosen with it.
+$(TEST)/ready: pyproject.toml
+	$(PYTHON) -m venv $(TEST)
+	$(TEST)/bin/pip install --quiet --upgrade pip
+	$(TEST)/bin/pip install --quiet torch==2.14.1 torchvision==0.29.1 sglang==0.5.23 --editable '.[test,lint,docs]'
+	touch $@
+
+clean:
+	rm -rf .venv build site demo *.egg-info

@@ -519,14 +519,16 @@ class SimServer:
         batch.after_idle_gap = self._idled
         self._idled = False
         # What follows is plugin.py's hook around forward_batch_generation.
-        self.agent.launched(batch)
-        if not batch.forward_mode.is_decode():
-            assert batch.extend_num_tokens is not None
-            done_at = self._occupy_gpu(self._surface.prefill_seconds(batch.extend_num_tokens))
-            return Result(done_at, [0] * len(batch.reqs), 0, can_run_cuda_graph=False)
-        result = self._decode(batch)
-        self.agent.decided(batch)
+        decode = batch.forward_mode.is_decode()
+        self.agent.launching(batch)
+        result = self._decode(batch) if decode else self._prefill(batch)
+        self.agent.launched(batch, decode)
         return result
+
+    def _prefill(self, batch: Batch) -> Result:
+        assert batch.extend_num_tokens is not None
+        done_at = self._occupy_gpu(self._surface.prefill_seconds(batch.extend_num_tokens))
+        return Result(done_at, [0] * len(batch.reqs), 0, can_run_cuda_graph=False)
 
     def _decode(self, batch: Batch) -> Result:
         batch_size = len(batch.reqs)

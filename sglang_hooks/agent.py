@@ -5,13 +5,13 @@ scheduler; both call the same methods at the same places of the loop:
 
     pull(received)         rank 0, once per receiving pass: table or source changes to broadcast
     apply(update)          every rank, when the broadcast brings one
-    launched(batch)        every rank, before each forward pass
+    launching(batch), launched(batch, decode)      every rank, around each forward pass
     policy.get_steps_for_batch(n), policy.on_verify_complete(...)      SGLang's own calls
-    decided(batch)         every rank, after a decode forward was launched
     settling(batch), settled(batch, result, ended)      every rank, around a decode result
 
-A failure here never reaches the server: recording stops, with one error in the log, and the
-lookup falls back (see ``TablePolicy``).
+A failure here never reaches the server. What decisions depend on is done on every rank, from
+the same inputs, and fails on all or none: then all stop switching. What only rank 0 does, the
+recording, can fail alone and then just ends, with one error in the log.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_hooks.broadcast import AllGather, Confirmation, PolicyUpdate, UpdateSource, apply_update
+from sglang_hooks.context import ContextTracker, ended_rows
 from sglang_hooks.link import Link, Mailbox, RecordQueue
 from sglang_hooks.recorder import Recorder
 from sglang_hooks.settings import Settings
@@ -61,7 +62,8 @@ class Agent:
     def __init__(self, settings: Settings, policy: TablePolicy) -> None:
         self.settings = settings
         self.policy = policy
-        self.recorder = Recorder(policy, None)
+        self.recorder: Recorder | None = None
+        self._context = ContextTracker(policy)
         self.confirmation = Confirmation()
         self.ready = False
         self._instance = uuid.uuid4().hex
@@ -69,7 +71,6 @@ class Agent:
         self._source: UpdateSource | None = None
         self._link: Link | None = None
         self._queue = RecordQueue(settings.queue_records)
-        self._recording = True
         self.failures = 0
 
     def start(
@@ -81,11 +82,8 @@ class Agent:
         """Begin to record, and on rank 0 to talk to the controller; returns at once."""
         self._facts = facts
         self._all_gather = all_gather
-        rank_zero = facts.rank == 0
-        self.recorder = Recorder(
-            self.policy, self._queue if rank_zero else None, facts.captured_batch_sizes, facts.overlap, load
-        )
-        if rank_zero:
+        if facts.rank == 0:
+            self.recorder = Recorder(self.policy, self._queue, facts.captured_batch_sizes, facts.overlap, load)
             mailbox = Mailbox()
             self._source = UpdateSource(self.settings, self.policy, mailbox, facts.tp_size)
             self._link = Link(
@@ -124,42 +122,51 @@ class Agent:
         """Carry out one broadcast update; SGLang's dispatcher calls it on every rank."""
         apply_update(update, self.policy, self._settings_hash, self._all_gather, self.confirmation)
 
-    def launched(self, batch: Any) -> None:
+    def launching(self, batch: Any) -> None:
         """Before each forward pass, prefill or decode."""
         try:
-            self.recorder.launched(batch)
+            self._context.launched(batch)
         except Exception:
-            if self._recording:
-                self._failed("reading a batch at launch")
+            self._halt("reading the batch")
 
-    def decided(self, batch: Any) -> None:
-        """After a decode forward was launched."""
-        if self._recording:
+    def launched(self, batch: Any, decode: bool) -> None:
+        """After each forward was launched; ``decode`` as it was before, SGLang may leave another mode."""
+        if self.recorder is not None:
             try:
-                self.recorder.decided(batch, self.policy.applied_steps)
+                self.recorder.launched(batch, decode)
             except Exception:
                 self._failed("recording a launch")
 
     def settling(self, batch: Any) -> list[int]:
-        """Before a decode result is processed; the return value goes to ``settled``."""
-        if self._recording:
-            try:
-                return self.recorder.settling(batch)
-            except Exception:
-                self._failed("reading a batch")
-        return []
+        """Before a decode result is processed: rows whose request has ended, for ``settled``."""
+        try:
+            return ended_rows(batch.reqs)
+        except Exception:
+            self._halt("reading the batch of a result")
+            return []
 
     def settled(self, batch: Any, result: Any, ended: list[int]) -> None:
         """After a decode result was processed."""
-        if self._recording:
+        try:
+            self._context.settled(result.num_correct_drafts_per_req_cpu, ended)
+        except Exception:
+            self._halt("reading a result")
+        if self.recorder is not None:
             try:
                 self.recorder.settled(batch, result, ended)
             except Exception:
                 self._failed("recording a step")
 
+    def _halt(self, where: str) -> None:
+        """Every rank fails alike here: stop switching, once."""
+        self.failures += 1
+        if self.policy.source != DecisionSource.HALTED:
+            logger.exception("specpilot: %s failed; switching stops until the server restarts", where)
+            self.policy.halt(self.policy.halt_steps, f"{where} failed, see the server's log")
+
     def _failed(self, where: str) -> None:
         self.failures += 1
-        self._recording = False
+        self.recorder = None
         logger.exception("specpilot: %s failed; this server records no more steps and goes on serving", where)
 
     # -- the link's thread, and whoever wants to look --
@@ -207,8 +214,8 @@ class Agent:
             counters={
                 **link.counters,
                 "records_dropped": self._queue.dropped,
-                "join_misses": recorder.join_misses,
-                "steps_mismatched": recorder.steps_mismatched,
+                "join_misses": recorder.join_misses if recorder is not None else 0,
+                "steps_mismatched": recorder.steps_mismatched if recorder is not None else 0,
                 "lease_expiries": policy.lease_expiries,
                 "hook_failures": self.failures,
             },

@@ -87,7 +87,11 @@ class UpdateSource:
         if policy.table is not None and lease_epoch == policy.table.epoch:
             self._deadline = max(self._deadline, lease_deadline)
         if now <= self._deadline:
-            return PolicyUpdate(source=DecisionSource.TABLE) if policy.source == DecisionSource.STALE else None
+            if policy.source == DecisionSource.TABLE or now < self._not_before:
+                return None
+            # Bounded like a new table: leases that are too short must not cost a broadcast a pass.
+            self._not_before = now + self._min_interval
+            return PolicyUpdate(source=DecisionSource.TABLE)
         if now > self._deadline + self._stale_seconds:
             return PolicyUpdate(source=DecisionSource.FALLBACK)
         if policy.source == DecisionSource.TABLE:

@@ -394,10 +394,9 @@ def _around_forward(original: Callable[..., Any], worker: Any, batch: Any, *args
     if not agent.ready:  # warm-up passes while SGLang starts
         return original(worker, batch, *args, **kwargs)
     decode = batch.forward_mode.is_decode()
-    agent.launched(batch)
+    agent.launching(batch)
     result = original(worker, batch, *args, **kwargs)
-    if decode:
-        agent.decided(batch)
+    agent.launched(batch, decode)
     return result
 
 

@@ -1,8 +1,7 @@
-"""Makes one StepRecord per decode step, from where SGLang launches it to where it settles it.
+"""Rank 0: makes one StepRecord per decode step, from where SGLang launches it to where it settles it.
 
-``launched`` runs just before a forward (every rank: the lookup needs the context),
-``settling`` and ``settled`` around the processing of its result (rank 0 only). Nothing here
-reads the GPU, the network or a file; per request it costs a few attribute reads.
+Nothing here reads the GPU, the network or a file, and no decision depends on it: if recording
+fails on rank 0, the ranks go on deciding alike.
 """
 
 from __future__ import annotations
@@ -10,136 +9,109 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from time import time
-from typing import Any
+from typing import Any, NamedTuple
 
+from sglang_hooks.context import ended_rows
 from sglang_hooks.link import RecordQueue
 from sglang_hooks.table_policy import TablePolicy
 from sglang_hooks.wire import MASKED, ForwardKind, StepRecord
-
-CONTEXT_REFRESH = 256
-"""Forward passes after which context lengths are read anew though the batch's members stayed.
-
-In between their sum grows by the tokens of each result, which is the same number without
-looking at every request.
-"""
-
-CONTEXT_REFRESH_ROWS = 64
-"""A batch of n x 64 requests re-reads its lengths at most every n-th pass, however its members change."""
 
 _KEPT = 8
 """Launches whose facts are kept; overlap scheduling has two in flight."""
 
 
+class _Facts(NamedTuple):
+    """What was true when a decode step was launched."""
+
+    context_tokens: int
+    running: int
+    queued: int
+    kv_used_tokens: int
+    previous_kind: int
+    previous_width: int
+    prefill_tokens: int
+
+
 class Recorder:
-    """Per-process state of the recording: what was launched, what completed last."""
+    """State of the recording: what was launched, what completed last."""
 
     def __init__(
         self,
         policy: TablePolicy,
-        queue: RecordQueue | None,
-        captured_batch_sizes: Sequence[int] = (),
-        overlap: bool = False,
-        load: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
+        queue: RecordQueue,
+        captured_batch_sizes: Sequence[int],
+        overlap: bool,
+        load: Callable[[], tuple[int, int, int]],
     ) -> None:
-        """``queue`` is None on ranks that do not record; ``load`` gives running, queued, KV tokens used."""
+        """``load`` gives running and queued requests, and KV tokens used."""
         self._policy = policy
         self._queue = queue
-        self.captured_batch_sizes = sorted(captured_batch_sizes)
-        self.overlap = overlap
-        self.load = load
+        self._captured = sorted(captured_batch_sizes)
+        self._overlap = overlap
+        self._load = load
         self.join_misses = 0
         self.steps_mismatched = 0
         self._record_seq = 0
-        # Context, re-read as rarely as the constants above allow.
-        self._members: Any = None
-        self._context_batch_size = 0
-        self._context_tokens = 0
-        self._context_at = -CONTEXT_REFRESH
+        self._facts: dict[int, _Facts] = {}
         # The forward launched last, and what piled up since the last decode.
         self._last_kind = ForwardKind.NONE
         self._last_width = 0
         self._prefill_tokens = 0
-        self._facts: dict[int, tuple[int, int, int, int, int, int, int]] = {}
         # The decode step completed last.
         self._previous_step = 0
         self._previous_at = 0.0
         self._clock_offset = time() - policy.clock()
 
-    def launched(self, batch: Any) -> None:
-        """Before a forward pass: keep the context fresh and note what is launched."""
-        forward_iter = batch.forward_iter
-        mode = batch.forward_mode
-        self._policy.forward_iter = forward_iter
-        if not mode.is_decode():
-            tokens = batch.extend_num_tokens or 0
+    def launched(self, batch: Any, decode: bool) -> None:
+        """After a forward was launched: keep a decode's facts until its result comes."""
+        if not decode:
+            mode, tokens = batch.forward_mode, batch.extend_num_tokens or 0
             kind = ForwardKind.MIXED if mode.is_mixed() else ForwardKind.EXTEND
             self._last_kind = kind if mode.is_extend() else ForwardKind.OTHER
             self._last_width = tokens
             self._prefill_tokens += tokens
             return
-        reqs = batch.reqs
-        batch_size = len(reqs)
-        age = forward_iter - self._context_at
-        if age >= CONTEXT_REFRESH or (
-            (reqs is not self._members or batch_size != self._context_batch_size)
-            and age >= batch_size // CONTEXT_REFRESH_ROWS
-        ):
-            self._members = reqs
-            self._context_batch_size = batch_size
-            self._context_tokens = sum([req.seqlen for req in reqs])
-            self._context_at = forward_iter
-        self._policy.mean_context = self._context_tokens / max(self._context_batch_size, 1)
-
-    def decided(self, batch: Any, steps: int) -> None:
-        """After the forward was launched at ``steps``: keep the facts until its result comes (rank 0)."""
-        if self._queue is not None:
-            running, queued, kv_used = self.load()
-            batch_size = len(batch.reqs)
-            context = int(self._policy.mean_context * batch_size)
-            self._facts[batch.forward_iter] = (
-                context,
-                running,
-                queued,
-                kv_used,
-                int(self._last_kind),
-                self._last_width,
-                self._prefill_tokens,
-            )
-            if len(self._facts) > _KEPT:
-                del self._facts[next(iter(self._facts))]
+        policy = self._policy
+        batch_size = len(batch.reqs)
+        running, queued, kv_used = self._load()
+        self._facts[batch.forward_iter] = _Facts(
+            round(policy.mean_context * batch_size),
+            running,
+            queued,
+            kv_used,
+            int(self._last_kind),
+            self._last_width,
+            self._prefill_tokens,
+        )
+        if len(self._facts) > _KEPT:
+            del self._facts[next(iter(self._facts))]
         self._last_kind = ForwardKind.DECODE
-        self._last_width = len(batch.reqs) * (steps + 1)
+        self._last_width = batch_size * (policy.applied_steps + 1)
         self._prefill_tokens = 0
 
-    def settling(self, batch: Any) -> list[int]:
-        """Before a decode result is processed: rows whose request is no longer live."""
-        return _ended_rows(batch.reqs)
-
     def settled(self, batch: Any, result: Any, masked: list[int]) -> None:
-        """After a decode result was processed: join it to its launch and queue the record."""
-        policy, queue = self._policy, self._queue
+        """After a decode result was processed: join it to its launch and queue the record.
+
+        ``masked`` are the rows whose request had ended before this result.
+        """
+        policy = self._policy
         step = batch.forward_iter
         launch = policy.take_launch(step)
-        accepted = result.num_correct_drafts_per_req_cpu
-        self._context_tokens += sum(accepted) + len(accepted)
-        for row in masked:
-            self._context_tokens -= accepted[row] + 1
-        if queue is None:
-            return
-        completed_at = policy.completed_at
         facts = self._facts.pop(step, None)
-        seconds = completed_at - self._previous_at if self._previous_at else 0.0
+        completed_at = policy.completed_at
+        previous_at = self._previous_at
+        seconds = completed_at - previous_at if previous_at else 0.0
         forwards = step - self._previous_step if self._previous_step else 0
-        previous_at, self._previous_at, self._previous_step = self._previous_at, completed_at, step
+        self._previous_at, self._previous_step = completed_at, step
         if launch is None or facts is None:
             self.join_misses += 1
             return
         draft_tokens = result.speculative_num_draft_tokens or 0
         if draft_tokens != launch.steps + 1:
             self.steps_mismatched += 1
-        accepted = list(accepted)
+        accepted = list(result.num_correct_drafts_per_req_cpu)
         truncated = []
-        ended = _ended_rows(batch.reqs)
+        ended = ended_rows(batch.reqs)
         if len(ended) > len(masked):
             truncated = sorted(set(ended).difference(masked))
             for row in truncated:
@@ -149,9 +121,8 @@ class Recorder:
         batch_size = len(accepted)
         graph = bool(result.can_run_cuda_graph)
         padded = batch_size
-        if graph and self.captured_batch_sizes and batch_size <= self.captured_batch_sizes[-1]:
-            padded = self.captured_batch_sizes[bisect_left(self.captured_batch_sizes, batch_size)]
-        context, running, queued, kv_used, previous_kind, previous_width, prefill_tokens = facts
+        if graph and self._captured and batch_size <= self._captured[-1]:
+            padded = self._captured[bisect_left(self._captured, batch_size)]
         record = StepRecord(
             self._record_seq,
             step,
@@ -159,36 +130,32 @@ class Recorder:
             seconds,
             batch_size,
             padded,
-            context,
+            facts.context_tokens,
             launch.steps,
             launch.proposed_steps,
             draft_tokens,
             accepted,
             truncated,
-            running,
-            queued,
-            kv_used,
+            facts.running,
+            facts.queued,
+            facts.kv_used_tokens,
             int(launch.source),
             launch.epoch,
             launch.cell,
             launch.probability,
             launch.block,
-            previous_kind,
-            previous_width,
+            facts.previous_kind,
+            facts.previous_width,
             forwards,
-            prefill_tokens,
+            facts.prefill_tokens,
             batch.launch_ts - previous_at if previous_at else 0.0,
             getattr(batch, "after_idle_gap", None),
             graph,
-            self.overlap,
+            self._overlap,
             bool(batch.has_grammar),
         )
         self._record_seq += 1
-        queue.put(record)
-
-
-def _ended_rows(reqs: Sequence[Any]) -> list[int]:
-    return [i for i, req in enumerate(reqs) if req.finished_reason is not None or req.is_retracted]
+        self._queue.put(record)
 
 
 def _accepted_within(req: Any, accepted: int) -> int:

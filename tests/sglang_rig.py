@@ -172,7 +172,7 @@ def scheduler_stub(worker: Any, overlap: bool, **changes: Any) -> Any:
         port=30000,
         dp_size=1,
     )
-    stub.ps = SimpleNamespace(tp_rank=0, tp_size=1, dp_rank=None)
+    stub.ps = None  # as from 0.5.21 on: ranks come from get_parallel()
     stub.enable_overlap = overlap
     stub.max_running_requests = 64
     stub.max_total_num_tokens = 10_000

@@ -185,6 +185,24 @@ def test_a_flood_of_tables_changes_the_policy_only_so_often(start: Start, tmp_pa
         wait(lambda: passes(agent) or (agent.policy.table is not None and agent.policy.table.epoch == 299))
 
 
+def test_leases_too_short_to_live_cost_no_broadcast_a_pass(start: Start, tmp_path: Path) -> None:
+    agent = start(min_table_interval_seconds=0.3)
+    with Peer(tmp_path) as peer:
+        peer.hello()
+        peer.send_table(table(epoch=1, steps=0, lease_seconds=0.001), agent)
+        updates = 0
+        begun = time.monotonic()
+        for _ in range(300):
+            peer.send(Lease(1, 0.002))
+            time.sleep(0.003)
+            received: list[object] = []
+            agent.pull(received)
+            updates += len(received)
+            for update in received:
+                agent.apply(update)  # type: ignore[arg-type]
+        assert 2 <= updates <= 2 * (2 + (time.monotonic() - begun) / 0.3)
+
+
 def test_losses_are_countable_when_the_controller_does_not_read(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,14 +80,14 @@ def active(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def loop(request: pytest.FixtureRequest, active: None, config: str) -> Iterator[rig.Loop]:
     """A started server: hooks in place, agent talking to ``peer``."""
     context = zmq.Context()
-    worker = rig.FakeGpuWorker(3, config, accept=lambda batch, steps: [min(2, steps)] * len(batch.reqs))
-    scheduler = rig.scheduler_stub(worker, overlap=bool(request.param))
-    rig.Scheduler.init_request_dispatcher(scheduler)
-    requests, _ = rig.receiver(context, f"r{id(worker)}")
     single = SimpleNamespace(rank=0, ranks=[0])
     with get_parallel().override(
-        pp_rank=0, attn_tp_rank=0, attn_cp_rank=0, tp_size=1, tp_group=single, attn_dp_enabled=False
+        pp_rank=0, tp_rank=0, attn_tp_rank=0, attn_cp_rank=0, dp_rank=0, tp_group=single, attn_dp_enabled=False
     ):
+        worker = rig.FakeGpuWorker(3, config, accept=lambda batch, steps: [min(2, steps)] * len(batch.reqs))
+        scheduler = rig.scheduler_stub(worker, overlap=bool(request.param))
+        rig.Scheduler.init_request_dispatcher(scheduler)
+        requests, _ = rig.receiver(context, f"r{id(worker)}")
         yield rig.Loop(scheduler, worker, requests, request.param)
     context.destroy(linger=0)
 
@@ -215,6 +215,42 @@ def test_rows_that_ended_are_masked_and_cut(loop: rig.Loop, peer: Peer) -> None:
         assert records[2].accepted_drafts == [2]
     emitted = sum(n + 1 for r in records for n in r.accepted_drafts if n >= 0)
     assert emitted == 5 + 12
+
+
+def test_a_recording_that_fails_on_rank_0_changes_no_decision(
+    loop: rig.Loop, peer: Peer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Decisions depend on the context; if it stopped on rank 0 alone, the ranks would part."""
+    peer.hello()
+    agent = plugin._installed.agent
+    peer.send_table(table(epoch=1, choice=[3, 0], keep=[[], []], context_edges=[140]), wait=agent)
+    loop.reqs = [rig.request("a", 100, 1000)]
+    monkeypatch.setattr(agent.recorder, "_load", lambda: 1 / 0)
+    for _ in range(30):
+        loop.step()
+    assert agent.recorder is None
+    assert agent.failures == 1
+    assert [r.getMessage() for r in caplog.records if "records no more steps" in r.getMessage()]
+    launched_with = loop.reqs[0].seqlen - (0 if loop.lag else loop.worker.applied[-1] + 1)
+    assert agent.policy.mean_context == pytest.approx(launched_with, abs=3)
+    assert loop.worker.applied == sorted(loop.worker.applied, reverse=True)
+    assert set(loop.worker.applied) == {3, 0}
+
+
+def test_a_batch_that_cannot_be_read_stops_switching_and_nothing_else(
+    loop: rig.Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = plugin._installed.agent
+    loop.reqs = [rig.request("a", 100, 1000)]
+    loop.step()
+    monkeypatch.setattr(agent._context, "launched", lambda batch: 1 / 0)
+    for _ in range(5):
+        loop.step()
+    agent.apply(PolicyUpdate(table=CompiledTable.compile(table(epoch=1, steps=0), [0, 1, 3])))
+    loop.step()
+    assert agent.policy.source == DecisionSource.HALTED
+    assert loop.worker.applied == [3] * 7
+    assert len(loop.reqs[0].output_ids) == 3 * (7 - loop.lag)
 
 
 def test_on_verify_complete_never_switches(loop: rig.Loop) -> None:

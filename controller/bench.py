@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from controller.simserver import Batch, Mode, Result
-from controller.simserver import H200_8B
+from controller.surface import H200_8B
 from sglang_hooks import plugin
 from sglang_hooks.agent import Agent, ServerFacts
 from sglang_hooks.settings import Settings
@@ -186,7 +186,7 @@ def _controller(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
         f'[trace]\ndirectory = "{folder}/trace"\ntotal_bytes = {256 << 20}\n'
     )
     command = [sys.executable, "-m", "controller.cli", "--log-level", "warning", "controller", "--config", str(config)]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command)  # noqa: S603
     try:
         yield endpoint, process
     finally:
@@ -270,10 +270,11 @@ def _records(server: Server, count: int) -> list[StepRecord]:
     """Real records of ``count`` steps at batch 64, taken from the queue before the link drains it."""
     server.batch_of(64)
     made: list[StepRecord] = []
-    server.agent._queue.put = made.append  # type: ignore[method-assign]
+    queue = server.agent._queue
+    vars(queue)["put"] = made.append
     while len(made) < count:
         server.step()
-    del server.agent._queue.put
+    del vars(queue)["put"]
     return made
 
 
@@ -293,7 +294,7 @@ def _core_share(endpoint: str, controller: Any) -> float:
             server.agent._queue.put(msgspec.structs.replace(sample[sequence % 512], record_seq=sequence))
         next_at += 0.01
         time.sleep(max(0.0, next_at - time.monotonic()))
-    share = (sum(controller.cpu_times()[:2]) - used) / (time.monotonic() - begun)
+    share = float(sum(controller.cpu_times()[:2]) - used) / (time.monotonic() - begun)
     server.stop()
     return round(share, 4)
 

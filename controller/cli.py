@@ -112,7 +112,8 @@ def _status(options: argparse.Namespace, console: Console) -> int:
 def _trace_info(options: argparse.Namespace, console: Console) -> int:
     import msgspec
 
-    from controller.trace import TraceError, print_trace_info, trace_info
+    from controller.trace_info import print_trace_info, trace_info
+    from controller.trace_reader import TraceError
 
     try:
         info = trace_info(options.paths)

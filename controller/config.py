@@ -44,6 +44,9 @@ class ThresholdPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
     band: Annotated[int, msgspec.Meta(ge=0, le=100_000)] | None = None
     """Requests around the threshold within which nothing switches; a quarter of it if not given."""
 
+    def __post_init__(self) -> None:
+        self.build()
+
     def build(self) -> Policy:
         """Return a fresh policy for one server."""
         return Threshold(self.threshold, self.steps, self.band)

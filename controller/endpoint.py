@@ -50,8 +50,9 @@ class Endpoint:
         path.chmod(0o600)
 
     def close(self) -> None:
-        """Unbind and give the lock up."""
+        """Unbind, leave no socket file behind, and give the lock up."""
         self._context.destroy(linger=0)
+        socket_path(self.endpoint).unlink(missing_ok=True)
         os.close(self._lock)
 
 

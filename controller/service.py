@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from controller.config import Config, default_endpoint
+from controller.config import Config, ConfigError, default_endpoint
 from controller.endpoint import Endpoint
 from controller.status import ControllerStatus, ServerStatus
 from controller.trace import TraceWriter, check_directory
@@ -50,10 +50,23 @@ ALIVE_SECONDS = 2.5
 FORGET_SECONDS = 86_400.0
 REPUSH_SECONDS = 2.0
 """A table not in force by then is sent again, then at twice the time, up to a minute."""
-HELD_MESSAGES = 1024
-"""Of servers that have not said yet who they are: they were sent before our question reached them."""
+ASK_SECONDS = 1.0
+STRANGERS = 256
+HELD_MESSAGES = 64
+"""Of each peer that has not said yet who it is: sent before our question reached it."""
+RIVAL_SECONDS = 10.0
+"""A second server of one name that was not heard for this long is no news any more."""
 MESSAGES_PER_TURN = 1000
 """Handled before leases are looked at again: a flood from one server must not let another's run out."""
+
+
+class Stranger:
+    """A peer that has sent something but not said who it is, or whose name another one holds."""
+
+    def __init__(self) -> None:
+        self.asked_at = float("-inf")
+        self.turned_away = False
+        self.held: deque[StepBatch | HookState] = deque(maxlen=HELD_MESSAGES)
 
 
 class Session:
@@ -74,8 +87,8 @@ class Session:
         self.repush_seconds = REPUSH_SECONDS
         self.leased_at = 0.0
         self.policy_error = ""
-        self.conflict = ""
-        self.rival: tuple[str, float] = ("", 0.0)
+        self.rival = ""
+        self.rival_since = self.rival_heard_at = float("-inf")
         self.records = 0
         self.records_lost = 0
         self.next_seq: int | None = None
@@ -89,10 +102,23 @@ class Session:
             self.next_seq = record.record_seq + 1
             self.policy.learn(record)
             live = [n for n in record.accepted_drafts if n != MASKED]
-            self.recent.append((record.seconds, sum(live) + len(live), record.draft_tokens - 1))
+            # Time with a prefill or an idle spell in it says nothing about decoding.
+            back_to_back = record.forwards == 1 and not record.after_idle
+            self.recent.append(
+                (record.seconds if back_to_back else 0.0, sum(live) + len(live), record.draft_tokens - 1)
+            )
         self.records += len(batch.records)
         if self.trace is not None:
             self.trace.append(batch.records)
+
+    def conflict(self, now: float) -> str:
+        """Return what to do about a second live server of this name, if there is one."""
+        if now - self.rival_heard_at > RIVAL_SECONDS or self.rival_heard_at - self.rival_since < ALIVE_SECONDS:
+            return ""
+        return (
+            "two servers call themselves by this name, the second is not served: "
+            "set SPECPILOT_SERVER_ID in the environment of one"
+        )
 
     def status(self, now: float) -> ServerStatus:
         """Return what an operator may want to know."""
@@ -124,10 +150,10 @@ class Session:
             tp_size=hello.tp_size,
             records=self.records,
             records_lost=self.records_lost,
-            tokens_per_second=sum(tokens for _, tokens, _ in self.recent) / busy if busy else 0.0,
+            tokens_per_second=sum(tokens for seconds, tokens, _ in self.recent if seconds) / busy if busy else 0.0,
             share_by_steps={str(k): n / len(self.recent) for k, n in sorted(steps.items())},
             counters=state.counters if state is not None else {},
-            note="; ".join(filter(None, (state.halt_reason if state else "", self.policy_error, self.conflict))),
+            note="; ".join(filter(None, (state.halt_reason if state else "", self.policy_error, self.conflict(now)))),
         )
 
 
@@ -140,13 +166,17 @@ class Service:
         self._clock = clock
         self._started_at = clock()
         self._trace_directory = Path(config.trace.directory) if config.trace.directory else None
-        if self._trace_directory is not None:
-            check_directory(self._trace_directory)
         self._endpoint = Endpoint(config.controller.endpoint or default_endpoint())
+        if self._trace_directory is not None:
+            try:
+                check_directory(self._trace_directory)
+            except ConfigError:
+                self._endpoint.close()
+                raise
         self._decoder = FrameDecoder(FromHook)
         self._sessions: dict[str, Session] = {}
         self._by_address: dict[bytes, Session] = {}
-        self._held: deque[tuple[bytes, StepBatch | HookState]] = deque()
+        self._strangers: dict[bytes, Stranger] = {}
         self._refused = 0
         self._next_decision = 0.0
         self._stopping = False
@@ -217,17 +247,25 @@ class Service:
         assert isinstance(message, StepBatch | HookState)
         session = self._by_address.get(address)
         if session is None:
-            self._send(address, HelloRequest())
-            self._held.append((address, message))
-            if len(self._held) > HELD_MESSAGES:
-                self._held.popleft()
-                self._refused += 1
+            self._ask(address, message)
             return
         session.heard_at = self._clock()
         if isinstance(message, StepBatch):
             session.learn(message)
         else:
             self._compare(session, message)
+
+    def _ask(self, address: bytes, message: StepBatch | HookState) -> None:
+        """Ask a peer who it is, and keep what it sent until it has answered."""
+        stranger = self._strangers.setdefault(address, Stranger())
+        if len(self._strangers) > STRANGERS:
+            del self._strangers[next(iter(self._strangers))]
+        if not stranger.turned_away:
+            stranger.held.append(message)
+        now = self._clock()
+        if now - stranger.asked_at > ASK_SECONDS:
+            stranger.asked_at = now
+            self._send(address, HelloRequest())
 
     def _greet(self, address: bytes, hello: Hello) -> None:
         key = f"{hello.server_id}/{hello.dp_rank}"
@@ -247,40 +285,40 @@ class Service:
             )
         elif session.hello is not None and session.hello.instance != hello.instance:
             if now - session.heard_at < ALIVE_SECONDS:
-                self._rival(session, hello, now)
+                self._turn_away(session, address, hello, now)
                 return
             logger.info("%s restarted", key)
             session.next_seq = session.state = None
-            session.conflict = ""
+            session.rival_heard_at = float("-inf")
         self._by_address.pop(session.address, None)
         self._by_address[address] = session
         session.address = address
         session.heard_at = now
-        session.epoch = max(session.epoch, hello.epoch)
         if session.trace is not None:
             session.trace.update_hello(hello)
         changed = session.hello is None or session.hello.instance != hello.instance
         session.hello = hello
-        for held_address, message in self._held:
-            if held_address == address and isinstance(message, StepBatch):
+        for message in self._strangers.pop(address, Stranger()).held:
+            if isinstance(message, StepBatch):
                 session.learn(message)
-        self._held = deque(held for held in self._held if held[0] != address)
-        if changed or hello.epoch < session.epoch:
+        if changed or hello.epoch > session.epoch:
+            session.epoch = max(session.epoch, hello.epoch)
             session.plan = None
             self._decide(session, now)
         else:
             session.leased_at = 0.0  # renewed in this very turn: the answer to a repeated Hello
 
-    def _rival(self, session: Session, hello: Hello, now: float) -> None:
-        """Keep a second server of one name waiting; say so once the first is sure to be alive still."""
-        if session.rival[0] != hello.instance:
-            session.rival = (hello.instance, now)
-        elif now - session.rival[1] > ALIVE_SECONDS and not session.conflict:
-            session.conflict = (
-                "two servers call themselves by this name, the second is not served: "
-                "set SPECPILOT_SERVER_ID in the environment of one"
-            )
-            logger.error("%s: %s", session.key, session.conflict)
+    def _turn_away(self, session: Session, address: bytes, hello: Hello, now: float) -> None:
+        """Keep a second server of one name waiting; it is an error once the first is sure to be alive still."""
+        stranger = self._strangers.setdefault(address, Stranger())
+        stranger.turned_away = True
+        stranger.held.clear()
+        known = session.conflict(now)
+        if session.rival != hello.instance or now - session.rival_heard_at > RIVAL_SECONDS:
+            session.rival, session.rival_since = hello.instance, now
+        session.rival_heard_at = now
+        if not known and (conflict := session.conflict(now)):
+            logger.error("%s: %s", session.key, conflict)
 
     def _compare(self, session: Session, state: HookState) -> None:
         """Note what the server reports, and send its table again if it is not in force in time."""

@@ -3,9 +3,10 @@
 ``SimServer`` holds a real ``Agent`` and ``TablePolicy`` and calls them at the places of
 SGLang's loop where ``sglang_hooks/plugin.py`` does: ``event_loop_overlap`` (launch step N,
 then settle step N-1) or ``event_loop_normal``. Instead of a forward pass there is a
-``LatencySurface``, and accepted drafts are drawn request by request. So whatever the hooks
-must cope with is here: results that come one step late, requests that ended while their
-next step was in flight, accepted runs that pass a request's end, prefills between decodes.
+``LatencySurface`` (``surface.py``), and accepted drafts are drawn request by request from a
+``Workload`` (``workload.py``). So whatever the hooks must cope with is here: results that
+come one step late, requests that ended while their next step was in flight, accepted runs
+that pass a request's end, prefills between decodes.
 
 Time comes from a ``Clock`` and randomness from a seeded generator. With ``WallClock`` this is
 the server of the demo, a process of its own:
@@ -21,7 +22,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
-import heapq
 import json
 import logging
 import os
@@ -29,13 +29,14 @@ import random
 import signal
 import sys
 import time
-from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from controller.surface import H200_8B, LatencySurface
+from controller.workload import Workload, bursty_workload
 from sglang_hooks.agent import Agent, ServerFacts
 from sglang_hooks.broadcast import PolicyUpdate
 from sglang_hooks.settings import Settings, SettingsError
@@ -93,175 +94,6 @@ class VirtualClock:
     def sleep(self, seconds: float) -> None:
         """Move on by ``seconds``."""
         self._now += seconds
-
-
-# -- what a step costs --
-
-
-def acceptance_length(acceptance: float, steps: int) -> float:
-    """Return the expected tokens per request and step, bonus token included.
-
-    Each draft is accepted with probability ``acceptance`` given that those before it were:
-    1 + p + p^2 + ... + p^K.
-
-    >>> round(acceptance_length(0.7, 3), 3)
-    2.533
-    """
-    return sum(acceptance**position for position in range(steps + 1))
-
-
-@dataclass(frozen=True)
-class LatencySurface:
-    """Seconds of a decode step by steps (K) and batch size, and of a prefill by tokens.
-
-    Between the points it is linear, in the batch size and then in K; past a curve's last
-    point it goes on as steep as before. A batch up to the largest captured CUDA-graph size
-    costs what the size it is padded to costs.
-
-    >>> H200_8B.decode_seconds(0, 17) == H200_8B.decode_seconds(0, 18)
-    True
-    >>> [round(16 * acceptance_length(0.7, k) / H200_8B.decode_seconds(k, 16)) for k in (0, 1, 3)]
-    [2947, 3064, 3913]
-    """
-
-    curves: dict[int, tuple[tuple[int, float], ...]]
-    """(batch size, seconds) points of each K, at least two, by rising batch size."""
-    captured_batch_sizes: tuple[int, ...]
-    prefill_base_seconds: float
-    prefill_seconds_per_token: float
-
-    def padded(self, batch_size: int) -> int:
-        """Return the captured size that runs ``batch_size`` requests, or itself above the largest."""
-        index = bisect_left(self.captured_batch_sizes, batch_size)
-        return self.captured_batch_sizes[index] if index < len(self.captured_batch_sizes) else batch_size
-
-    def decode_seconds(self, steps: int, batch_size: int) -> float:
-        """Return the seconds of one step; ValueError for a K above the largest that has a curve."""
-        batch = self.padded(batch_size)
-        if steps in self.curves:
-            return _linear(self.curves[steps], batch)
-        known = sorted(self.curves)
-        above = bisect_left(known, steps)
-        if not 0 < above < len(known):
-            raise ValueError(f"no latency is known for {steps} steps, only for {known[0]} to {known[-1]}")
-        ends = tuple((k, _linear(self.curves[k], batch)) for k in known[above - 1 : above + 1])
-        return _linear(ends, steps)
-
-    def prefill_seconds(self, tokens: int) -> float:
-        """Return the seconds of a prefill of ``tokens`` prompt tokens."""
-        return self.prefill_base_seconds + tokens * self.prefill_seconds_per_token
-
-
-def _linear(points: Sequence[tuple[int, float]], x: float) -> float:
-    right = min(max(bisect_left(points, (x, 0.0)), 1), len(points) - 1)
-    (x0, y0), (x1, y1) = points[right - 1], points[right]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-
-
-_H200_8B_TOKENS_PER_SECOND = {
-    0: ((1, 206.0), (16, 2947.0), (64, 8964.0), (128, 13352.0), (256, 16426.0)),
-    1: ((1, 271.0), (16, 3064.0), (64, 5844.0), (128, 6352.0)),
-    3: ((1, 360.0), (16, 3913.0), (64, 6367.0), (128, 7399.0), (256, 8719.0)),
-}
-
-H200_8B = LatencySurface(
-    curves={
-        steps: tuple((batch, batch * acceptance_length(0.7, steps) / rate) for batch, rate in points)
-        for steps, points in _H200_8B_TOKENS_PER_SECOND.items()
-    },
-    # SGLang's own choice for a speculating server of 64 requests.
-    captured_batch_sizes=(*range(1, 9), *range(10, 33, 2), *range(40, 65, 4)),
-    prefill_base_seconds=0.005,
-    prefill_seconds_per_token=32e-6,
-)
-"""An 8B-shaped target with a one-layer EAGLE3 draft, except that skipping costs nothing extra.
-
-Decode: figures of one H200, 8B-shaped target with random weights, triton attention, SGLang
-0.5.17, 2026-11-29, single runs, illustrative. They are tokens/s at a simulated acceptance of
-0.7; seconds = batch size * acceptance length / tokens/s. K=1 at batch 256 was not measured.
-K=0 is the skip at the speed of plain decoding, which SGLang's own K=0 is not yet: measured,
-that was slower than every speculative setting (1972 tokens/s at batch 16, not 2947).
-
-Prefill: an estimate, not a measurement. 2 * 8e9 FLOP a token at half of the card's 989
-TFLOP/s (dense bf16), on top of what a decode step of one request takes.
-"""
-
-
-# -- what the server is asked --
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """One request to come: seconds after the start, and its lengths in tokens."""
-
-    at: float
-    prompt_tokens: int
-    output_tokens: int
-
-
-@dataclass(frozen=True)
-class Phase:
-    """From ``start`` (seconds) on, each draft is accepted with ``acceptance`` given the ones before it."""
-
-    start: float
-    name: str
-    acceptance: float
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Requests by rising arrival, and the acceptance of their text by time."""
-
-    arrivals: tuple[Arrival, ...]
-    phases: tuple[Phase, ...]
-
-    def acceptance(self, at: float) -> float:
-        """Return the acceptance ``at`` seconds after the start; the first phase also holds before it."""
-        index = bisect_right(self.phases, at, key=lambda phase: phase.start)
-        return self.phases[max(index - 1, 0)].acceptance
-
-
-QUIET_CLIENTS = 3
-BURST_CLIENTS = (42, 60)
-BURST_EVERY_SECONDS = 10.0
-
-
-def bursty_workload(seconds: float, rng: random.Random) -> Workload:
-    """Return 1 to 3 requests at a time, bursts of 40 to 60 in between, and two changes of the text.
-
-    About every 10 seconds comes a burst of 4. Code-like text, of which a draft model foresees
-    much (0.8), gives way to chat (0.45) and comes back.
-    """
-    bursts = max(1, round(seconds / BURST_EVERY_SECONDS))
-    length = seconds / bursts
-    arrivals: list[Arrival] = []
-    for index in range(bursts):
-        begin = (index + rng.uniform(0.36, 0.44)) * length
-        # The rates are guesses of what a request gets there; a server that does worse will queue.
-        crowd = rng.randint(*BURST_CLIENTS)
-        arrivals += _clients(begin, begin + 0.4 * length, crowd, 110.0, 0.05, rng)
-    arrivals += _clients(0.0, seconds, QUIET_CLIENTS, 300.0, 0.35, rng)
-    phases = (
-        Phase(0.0, "code-like", 0.8),
-        Phase(0.35 * seconds, "chat-like", 0.45),
-        Phase(0.75 * seconds, "code-like", 0.8),
-    )
-    return Workload(tuple(sorted(arrivals, key=lambda arrival: arrival.at)), phases)
-
-
-def _clients(
-    begin: float, end: float, count: int, tokens_per_second: float, pause: float, rng: random.Random
-) -> list[Arrival]:
-    """Clients that each ask again some ``pause`` seconds after their answer should have come."""
-    arrivals = []
-    waiting = [begin + rng.uniform(0.0, 0.4) for _ in range(count)]
-    heapq.heapify(waiting)
-    while (at := heapq.heappop(waiting)) < end:
-        arrival = Arrival(at, rng.randint(64, 256), int(rng.triangular(40, 400, 160)))
-        arrivals.append(arrival)
-        answer = arrival.output_tokens / tokens_per_second
-        heapq.heappush(waiting, at + answer + rng.expovariate(1.0 / pause))
-    return arrivals
 
 
 # -- what the hooks are shown: as much of SGLang's Req, ScheduleBatch and result as they read --
@@ -503,10 +335,10 @@ class SimServer:
         prefill: list[Req] = []
         tokens = 0
         while self._waiting and len(self._running.reqs) + len(prefill) < self._max_running:
-            tokens += self._waiting[0].prompt_tokens
-            if prefill and tokens > MAX_PREFILL_TOKENS:
-                tokens -= self._waiting[0].prompt_tokens
+            prompt = self._waiting[0].prompt_tokens
+            if prefill and tokens + prompt > MAX_PREFILL_TOKENS:
                 break
+            tokens += prompt
             prefill.append(self._waiting.popleft())
         if prefill:
             return Batch(prefill, Mode.EXTEND, extend_num_tokens=tokens)

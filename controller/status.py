@@ -55,7 +55,7 @@ class ServerStatus(msgspec.Struct, frozen=True):
     records_lost: int
     """Gaps in the record numbers: dropped at the server or on the way."""
     tokens_per_second: float
-    """Over the last seconds of decoding."""
+    """Of decoding alone, over the newest 512 decode steps: no prefill, no idle time."""
     share_by_steps: dict[str, float]
     """Of the newest 512 decode steps."""
     counters: dict[str, int]

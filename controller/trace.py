@@ -7,6 +7,9 @@ each handed to the operating system in full before it counts as written. There i
 marker (Arrow's stream format does not need one): a process killed in the middle leaves at
 most one incomplete batch behind, a *torn tail*, which readers report and ignore. Any Arrow
 implementation reads the files, e.g. ``pyarrow.ipc.open_stream(path).read_pandas()``.
+
+Here are the format and the writer; ``trace_reader.py`` reads segments back, and
+``trace_info.py`` says what a whole trace holds.
 """
 
 from __future__ import annotations
@@ -18,20 +21,14 @@ import logging
 import os
 import re
 import tempfile
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import msgspec
-import numpy as np
 import pyarrow as pa
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from controller.config import ConfigError, TraceConfig
 from sglang_hooks.wire import WIRE_VERSION, Hello, StepRecord
@@ -45,10 +42,7 @@ BATCH_RECORDS = 4096
 RETRY_SECONDS = 10.0
 MIN_SEGMENT_BYTES = 1 << 16
 """Smaller ones would be mostly header (2 kB); with total_bytes below 64 kB per server the bound gives way."""
-LISTED_FAULTS = 100
-"""Gaps and damage that ``trace_info`` describes one by one, per server; all are counted."""
 
-_MESSAGE_MARK = b"\xff\xff\xff\xff"
 _SEGMENT_NAME = re.compile(r"\d{6,}\.arrows")
 _COLUMN_TYPES = {
     pa.bool_(): "after_idle graph overlap grammar",
@@ -64,25 +58,6 @@ SCHEMA = pa.schema(
     [pa.field(name, _TYPE_OF[name], nullable=name == "after_idle") for name in StepRecord.__struct_fields__]
 )
 """One column per StepRecord field, in its order; units are the record's own."""
-
-
-class TraceError(ValueError):
-    """A path that holds no trace this version can read; the text says which and why."""
-
-
-def check_directory(directory: Path) -> None:
-    """Create ``directory`` and write and remove a file there; raise ConfigError if that fails."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".specpilot-") as file:
-            file.write(bytes(4096))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise ConfigError(
-            f"the trace cannot be written to {directory.absolute()}: {error.strerror or error}. "
-            'Make that folder writable, or set trace.directory to another one, or to "" for no trace'
-        ) from error
 
 
 def to_batch(records: Sequence[StepRecord]) -> Any:
@@ -115,6 +90,26 @@ def folder_name(server_key: str) -> str:
     """
     name = quote(server_key, safe="")
     return "%2E" + name[1:] if name.startswith(".") else name
+
+
+def segments_in(folder: Path) -> list[Path]:
+    """Return the segments of one server's folder, in no order."""
+    return [path for path in folder.iterdir() if _SEGMENT_NAME.fullmatch(path.name)]
+
+
+def check_directory(directory: Path) -> None:
+    """Create ``directory`` and write and remove a file there; raise ConfigError if that fails."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".specpilot-") as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ConfigError(
+            f"the trace cannot be written to {directory.absolute()}: {error.strerror or error}. "
+            'Make that folder writable, or set trace.directory to another one, or to "" for no trace'
+        ) from error
 
 
 class TraceWriter:
@@ -235,10 +230,9 @@ class TraceWriter:
         self._size += data.size
 
     def _open_segment(self) -> None:
-        self._path = self._folder
         self._folder.mkdir(parents=True, exist_ok=True)
         self._make_room()
-        self._number = max([self._number, *(int(path.stem) for path in _segments_in(self._folder))]) + 1
+        self._number = max([self._number, *(int(path.stem) for path in segments_in(self._folder))]) + 1
         self._path = self._folder / f"{self._number:06d}.arrows"
         self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         # Tells whoever makes room that this one is in use. Where locks are not to be had, a
@@ -264,7 +258,7 @@ class TraceWriter:
         aged = []
         for folder in folders:
             with contextlib.suppress(FileNotFoundError):  # another controller may be making room, too
-                for path in _segments_in(folder):
+                for path in segments_in(folder):
                     status = path.stat()
                     aged.append((status.st_mtime_ns, path, status.st_size))
         aged.sort()
@@ -334,227 +328,3 @@ def _remedy(number: int | None) -> str:
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"make it writable for user {os.getuid()}, or set another trace.directory and restart"
     return "put the folder right, or set another trace.directory and restart"
-
-
-def _segments_in(folder: Path) -> list[Path]:
-    found = [path for path in folder.iterdir() if _SEGMENT_NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.stem))
-
-
-def segments(paths: Iterable[Path]) -> list[Path]:
-    """Return the segments that ``paths`` are or that lie below them, each server's in order.
-
-    A path may be a trace directory, a server's folder or a segment; TraceError if it cannot be listed.
-    """
-    found: dict[Path, None] = {}
-    for path in paths:
-        try:
-            if not path.is_dir():
-                path.stat()
-                found[path] = None
-                continue
-            for folder in (path, *sorted(child for child in path.iterdir() if child.is_dir())):
-                found.update(dict.fromkeys(_segments_in(folder)))
-        except OSError as error:
-            raise TraceError(f"{path}: {error.strerror or error}") from error
-    by_server: defaultdict[Path, list[Path]] = defaultdict(list)
-    for path in found:
-        by_server[path.parent].append(path)
-    return [
-        path for group in by_server.values() for path in sorted(group, key=lambda path: (len(path.name), path.name))
-    ]
-
-
-class Segment:
-    """One segment as a stream: iterate, once, for its record batches, then ask whether it was ``torn``.
-
-    ``hello`` is None if the file ends within its header. ``offset`` is where the last whole
-    batch read so far ends; once the iteration is over, ``bytes_lost`` of a torn segment lie
-    beyond it. What is appended after the opening may or may not be seen.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Read the header; raise TraceError unless it is a segment's, whole or cut short."""
-        self.path = path
-        self.hello: Hello | None = None
-        self.torn = False
-        self.bytes_lost = 0
-        self.offset = 0
-        try:
-            # Kept open, so that a segment that is deleted to make room can be read to its end.
-            self._file = pa.OSFile(str(path))
-            self.size: int = self._file.size()
-            prefix = self._file.read(8)
-            length = int.from_bytes(prefix[4:], "little")
-            if prefix[:4] != _MESSAGE_MARK[: len(prefix)]:
-                raise TraceError(f"{path} is not a specpilot trace")
-            if len(prefix) == 8 and 8 + length <= self.size:
-                self._schema = pa.ipc.read_schema(pa.py_buffer(prefix + self._file.read(length)))
-                self.hello = _read_hello(path, self._schema)
-                self.offset = 8 + length
-        except (OSError, pa.ArrowException) as error:
-            raise TraceError(f"{path} cannot be read as a specpilot trace: {error}") from error
-
-    def __iter__(self) -> Iterator[Any]:
-        with self._file:
-            while self.hello is not None and (batch := self._next_batch()) is not None:
-                self.offset = self._file.tell()
-                yield batch
-        self.bytes_lost = max(self.size - self.offset, 0)
-        self.torn = self.bytes_lost > 0 or self.hello is None
-
-    def _next_batch(self) -> Any:
-        try:
-            batch = pa.ipc.read_record_batch(pa.ipc.read_message(self._file), self._schema)
-            batch.validate(full=True)
-        except (EOFError, pa.ArrowException):
-            return None
-        except OSError as error:
-            if error.errno:
-                raise TraceError(f"{self.path} cannot be read: {error}") from error
-            return None  # pyarrow's way to say that a body is cut short
-        return batch
-
-
-def read_segment(path: Path) -> Segment:
-    """Open a segment for reading; raise TraceError if it is none that this version can read."""
-    return Segment(path)
-
-
-def _read_hello(path: Path, schema: Any) -> Hello:
-    metadata = schema.metadata or {}
-    version = metadata.get(b"specpilot.trace", b"").decode(errors="replace")
-    if not version:
-        raise TraceError(f"{path} is an Arrow file, but not a specpilot trace")
-    if version != str(FORMAT_VERSION) or not schema.equals(SCHEMA):
-        raise TraceError(
-            f"{path} was written by another version of specpilot (trace format {version}, "
-            f"this one reads {FORMAT_VERSION}): read it with that version"
-        )
-    try:
-        fields = msgspec.json.decode(metadata[b"specpilot.hello"], type=dict[str, Any])
-        return msgspec.convert(["hello", *(fields[name] for name in Hello.__struct_fields__)], Hello)
-    except (KeyError, msgspec.DecodeError) as error:
-        raise TraceError(f"{path} describes its server in a way this specpilot cannot read: {error!r}") from error
-
-
-class ServerTrace(msgspec.Struct):
-    """What one server's segments hold."""
-
-    segments: int = 0
-    bytes_on_disk: int = 0
-    records: int = 0
-    instances: int = 0
-    """Processes of the server that are seen; their records are numbered from 0 each."""
-    first_time: float = 0.0
-    last_time: float = 0.0
-    share_by_steps: dict[str, float] = {}
-    batch_size_min: int = 0
-    batch_size_median: int = 0
-    """The lower one of an even number of records."""
-    batch_size_max: int = 0
-    dropped: int = 0
-    """Records missing in gaps; what precedes the first record of the oldest segment is not known."""
-    gaps: int = 0
-    torn: int = 0
-    unreadable: int = 0
-    """Files that are no segments of this version."""
-    faults: list[str] = []
-    """A line for each of these three, the first LISTED_FAULTS of them."""
-
-    def fault(self, text: str) -> None:
-        """List one more fault."""
-        if len(self.faults) < LISTED_FAULTS:
-            self.faults.append(text)
-
-
-def trace_info(paths: Iterable[Path]) -> dict[str, ServerTrace]:
-    """Read all segments of ``paths`` once, one batch in memory at a time.
-
-    Keys are the servers' names, or their folders where two directories hold the same name.
-    """
-    groups: defaultdict[Path, list[Path]] = defaultdict(list)
-    for path in segments(paths):
-        groups[path.parent].append(path)
-    names = Counter(folder.name for folder in groups)
-    return {
-        unquote(folder.name) if names[folder.name] == 1 else str(folder): _server_info(group)
-        for folder, group in groups.items()
-    }
-
-
-def _server_info(paths: Sequence[Path]) -> ServerTrace:
-    info = ServerTrace(segments=len(paths))
-    by_steps: Counter[int] = Counter()
-    by_size: Counter[int] = Counter()
-    instance = ""
-    last_seq: int | None = None
-    for path in paths:
-        try:
-            segment = read_segment(path)
-            info.bytes_on_disk += segment.size
-            if segment.hello is not None and segment.hello.instance != instance:
-                last_seq = -1 if instance else None
-                instance = segment.hello.instance
-                info.instances += 1
-            for batch in segment:
-                seqs, times = batch["record_seq"].to_numpy(), batch["time"].to_numpy()
-                before = np.concatenate(([seqs[0] - 1 if last_seq is None else last_seq], seqs[:-1]))
-                for row in np.flatnonzero(seqs > before + 1).tolist():
-                    missing = int(seqs[row] - before[row]) - 1
-                    info.gaps += 1
-                    info.dropped += missing
-                    where = f"number {before[row] + 1:,}, before {_when(times[row])}"
-                    info.fault(f"segment {path}: {missing:,} records missing from {where}")
-                last_seq = int(seqs[-1])
-                if not info.records:
-                    info.first_time = float(times[0])
-                info.last_time = float(times[-1])
-                info.records += len(seqs)
-                for counts, column in ((by_steps, "steps"), (by_size, "batch_size")):
-                    values, numbers = np.unique(batch[column].to_numpy(), return_counts=True)
-                    counts.update(dict(zip(values.tolist(), numbers.tolist(), strict=True)))
-        except TraceError as error:
-            info.unreadable += 1
-            info.fault(str(error))
-            continue
-        if segment.torn:
-            info.torn += 1
-            ignored = f"read up to its last whole batch, {segment.bytes_lost:,} bytes ignored"
-            info.fault(f"segment {path}: torn tail, {ignored}")
-    if info.records:
-        info.share_by_steps = {str(steps): count / info.records for steps, count in sorted(by_steps.items())}
-        sizes = sorted(by_size)
-        cumulated = np.cumsum([by_size[size] for size in sizes])
-        median = sizes[int(np.searchsorted(cumulated, (info.records + 1) // 2))]
-        info.batch_size_min, info.batch_size_median, info.batch_size_max = sizes[0], median, sizes[-1]
-    return info
-
-
-def print_trace_info(info: dict[str, ServerTrace], console: Console) -> None:
-    """Write ``trace_info``'s answer for a person: a table per server, then a line per fault."""
-    if not info:
-        console.print("no segments here")
-    for name, server in info.items():
-        grid = Table(title=escape(name), title_justify="left", box=None, show_header=False)
-        grid.add_column(style="dim", no_wrap=True)
-        grid.add_column(overflow="fold")
-        grid.add_row("segments", f"{server.segments:,}, {server.bytes_on_disk / 1e6:,.1f} MB")
-        grid.add_row("records", f"{server.records:,} of {server.instances} processes, {server.dropped:,} missing")
-        if server.records:
-            share = ", ".join(f"K={steps} {100 * part:.1f} %" for steps, part in server.share_by_steps.items())
-            sizes = f"{server.batch_size_min} / {server.batch_size_median} / {server.batch_size_max}"
-            grid.add_row("time", f"{_when(server.first_time)} to {_when(server.last_time)}")
-            grid.add_row("steps", share)
-            grid.add_row("batch size", f"{sizes} (min / median / max)")
-        console.print(grid)
-        unlisted = server.gaps + server.torn + server.unreadable - len(server.faults)
-        for text in (*server.faults, *([f"and {unlisted:,} more such lines"] if unlisted else [])):
-            console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
-
-
-def _when(seconds: float) -> str:
-    try:
-        return datetime.fromtimestamp(seconds).isoformat(" ", "milliseconds")
-    except (ValueError, OverflowError, OSError):
-        return f"{seconds:g}"

@@ -6,6 +6,15 @@ from policies.interface import Grid, Plan, PolicyError
 from sglang_hooks.wire import Hello, StepRecord
 
 
+def default_band(threshold: int) -> int:
+    """Return a quarter of the threshold, at least one request where that leaves room to come on again.
+
+    >>> [default_band(threshold) for threshold in (0, 1, 2, 5, 64)]
+    [0, 0, 1, 1, 16]
+    """
+    return max(min(max(1, threshold // 4), threshold - 1), 0)
+
+
 class Threshold:
     """``steps`` while at most ``threshold`` requests run, K=0 above, with a band around the line.
 
@@ -22,10 +31,15 @@ class Threshold:
     name = "threshold"
 
     def __init__(self, threshold: int, steps: int | None = None, band: int | None = None) -> None:
-        """``steps`` None: the server's largest candidate. ``band`` None: a quarter of the threshold."""
+        """``steps`` None: the server's largest candidate. ``band`` None: see ``default_band``.
+
+        Raises ValueError for a band that reaches down to 0: what is off would never come on again.
+        """
         self._threshold = threshold
         self._steps = steps
-        self._band = max(1, threshold // 4) if band is None else band
+        self._band = default_band(threshold) if band is None else band
+        if self._band >= max(threshold, 1):
+            raise ValueError(f"band = {band} must be smaller than threshold = {threshold}, or speculation stays off")
 
     def learn(self, step: StepRecord) -> None:
         """Nothing to learn: the line is the operator's."""

@@ -159,8 +159,8 @@ class Agent:
 
     def _halt(self, where: str) -> None:
         """Every rank fails alike here: stop switching, once."""
-        self.failures += 1
         if self.policy.source != DecisionSource.HALTED:
+            self.failures += 1
             logger.exception("specpilot: %s failed; switching stops until the server restarts", where)
             self.policy.halt(self.policy.halt_steps, f"{where} failed, see the server's log")
 

@@ -131,7 +131,7 @@ class Link(threading.Thread):
         self._mailbox = mailbox
         self._candidates = tuple(candidate_steps)
         self._decoder = FrameDecoder(ToHook)
-        self._newest_epoch = 0
+        self._newest_epoch = self._refused_epoch = 0
         self._stopping = threading.Event()
         self._said: set[str] = set()
         self.counters = {
@@ -258,6 +258,7 @@ class Link(threading.Thread):
         try:
             compiled = CompiledTable.compile(table, self._candidates)
         except TableError as error:
+            self._refused_epoch = table.epoch
             self._refuse("tables_refused", f"a table of policy {table.policy!r} was refused: {error}")
             return
         now = monotonic()
@@ -266,8 +267,8 @@ class Link(threading.Thread):
         self._mailbox.table = Delivery(compiled, now + table.lease_seconds, now)
 
     def _take_lease(self, lease: Lease) -> None:
-        if lease.epoch == 0:
-            return  # a sign of life of a controller that has no table for us
+        if lease.epoch in (0, self._refused_epoch):
+            return  # a sign of life, of no table or of one that was refused and counted
         if lease.epoch != self._newest_epoch or not 0.0 < lease.lease_seconds < float("inf"):
             self._refuse("leases_ignored", f"lease for epoch {lease.epoch}, the newest table is {self._newest_epoch}")
             return

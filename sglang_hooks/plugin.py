@@ -84,8 +84,7 @@ _installed = _Installed()
 
 def activate() -> None:
     """Entry point of ``sglang.srt.plugins``; inert without SPECPILOT_ENDPOINT."""
-    if not os.environ.get("SPECPILOT_ENDPOINT"):
-        logger.info("specpilot: SPECPILOT_ENDPOINT is not set, the plugin does nothing")
+    if not os.environ.get("SPECPILOT_ENDPOINT", "").strip():
         return
     try:
         settings = Settings.from_environment(os.environ)
@@ -331,6 +330,13 @@ def _after_init_request_dispatcher(result: Any, scheduler: Any) -> None:  # noqa
         _server_facts(scheduler, ranks, agent.settings),
         load=lambda: _load(scheduler),
         all_gather=scheduler.tp_group.all_gather_object if ranks.tp_size > 1 else lambda value: [value],
+    )
+    logger.info(
+        "specpilot: in place on rank %d (%s, candidate steps %s, %s)",
+        ranks.tp_rank,
+        agent.settings.mode,
+        agent.policy.candidate_steps,
+        agent.settings.endpoint,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,10 @@ from typing import Any
 
 class SettingsError(ValueError):
     """A variable that cannot be used: the text names it, its value and what would be right."""
+
+
+_KUBERNETES = re.compile(r"SPECPILOT_(SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_\w+)")
+"""What Kubernetes puts into every container beside a Service called specpilot."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,7 @@ class Settings:
         """
         known = {option.name for option in OPTIONS}
         for name in environment:
-            if name.startswith("SPECPILOT_") and name not in known:
+            if name.startswith("SPECPILOT_") and name not in known and not _KUBERNETES.fullmatch(name):
                 raise SettingsError(f"{name} is not an option of specpilot; known are {', '.join(sorted(known))}")
         values = {}
         for option in OPTIONS:

@@ -307,9 +307,9 @@ class TablePolicy:
         """Go on without exploration (STALE), with it again (TABLE), or without a table (FALLBACK)."""
         if self.source == DecisionSource.HALTED:
             return
-        self.source = source
-        if source == DecisionSource.STALE:
+        if self.source == DecisionSource.TABLE and source != DecisionSource.TABLE:
             self.lease_expiries += 1
+        self.source = source
         if source == DecisionSource.FALLBACK:
             self.table = None
             self.held_steps = self.fallback_steps

@@ -17,9 +17,16 @@ import pytest
 from rich.console import Console
 
 from controller import demo
-from controller.simserver import Phase, Summary
-from controller.trace import segments
-from tests.messages import record
+from controller.config import TraceConfig
+from controller.demo_picture import draw
+from controller.demo_summary import DemoError, Run, explain
+from controller.demo_view import View
+from controller.simserver import Summary
+from controller.trace import TraceWriter
+from controller.trace_reader import segments
+from controller.workload import Phase
+from sglang_hooks.wire import StepRecord
+from tests.messages import hello, record
 
 BLOCKER = """
 import sys
@@ -141,7 +148,8 @@ def test_a_server_that_dies_is_named_with_its_last_words(tmp_path: Path, monkeyp
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "controller.demo_picture")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, text = run_in_process(tmp_path)
     assert code == 1
     assert "pip install 'specpilot[demo]'" in text
@@ -194,14 +202,33 @@ def start_demo(tmp_path: Path, environment: dict[str, str]) -> subprocess.Popen[
     return process
 
 
+def test_the_tail_reads_every_step_once_while_the_trace_grows(tmp_path: Path) -> None:
+    config = TraceConfig(segment_bytes=1 << 16, total_bytes=1 << 24, flush_seconds=0.0)
+    writer = TraceWriter(tmp_path, "demo:1/0", hello(), config)
+    tail = demo.Tail(tmp_path)
+    written: list[StepRecord] = []
+    for turn in range(60):
+        batch = [record(record_seq=len(written) + i) for i in range(turn)]
+        written += batch
+        writer.append(batch)
+        writer.tick(float(turn))
+        if turn % 3 == 0:
+            tail.read()
+            assert tail.steps == written
+    writer.close()
+    assert len(segments([tmp_path])) > 2
+    tail.read()
+    assert tail.steps == written
+
+
 def test_the_live_view_fits_and_shows_what_is_in_force() -> None:
-    tail = demo.Tail(Path("/nonexistent"))
-    view = demo._View(30.0, "ipc:///nonexistent", tail)
+    steps: list[StepRecord] = []
+    view = View(30.0, "ipc:///nonexistent", steps)
     for width in (60, 100, 200):
         console = Console(file=io.StringIO(), width=width, height=40)
-        tail.steps.clear()
+        steps.clear()
         console.print(view.render(width))
-        tail.steps += [
+        steps += [
             record(step=i, time=1000.0 + 0.01 * i, batch_size=batch, steps=k, accepted_drafts=[k] * batch)
             for i, (batch, k) in enumerate([(2, 3)] * 300 + [(50, 0)] * 300)
         ]
@@ -218,9 +245,9 @@ def test_a_picture_of_few_steps_can_be_drawn(tmp_path: Path) -> None:
     phases = (Phase(0.0, "code-like", 0.8),)
     for count in (1, 2):
         steps = [record(time=1000.5 + 0.01 * i, seconds=0.01 * i, launch_gap_seconds=0.0) for i in range(count)]
-        run = demo.Run(1.0, summary, "threshold", steps, phases)
-        demo.draw(run, tmp_path / "few.png")
+        run = Run(1.0, summary, "threshold", steps, phases)
+        draw(run, tmp_path / "few.png")
         assert png_size(tmp_path / "few.png")[0] >= 1200
-        assert demo.explain(run) == "K was 3 all the time: the load never crossed the line of 8 requests."
-    with pytest.raises(demo.DemoError, match="holds no step"):
-        demo.draw(demo.Run(1.0, summary, "threshold", [], phases), tmp_path / "none.png")
+        assert explain(run) == "K was 3 all the time: the load never crossed the line of 8 requests."
+    with pytest.raises(DemoError, match="holds no step"):
+        draw(Run(1.0, summary, "threshold", [], phases), tmp_path / "none.png")

@@ -92,7 +92,7 @@ def test_bad_messages_are_counted_and_change_nothing(frame: bytes, start: Start,
         peer.send_table(table(epoch=1, steps=0), agent)
         passes(agent)
         assert agent.policy.get_steps_for_batch(1) == 0
-        peer.until(lambda: peer.states[-1].epoch == 1)
+        peer.until(lambda: peer.states and peer.states[-1].epoch == 1)
         sent = peer.states[-1].counters
         assert sent["messages_refused"] + sent["tables_refused"] == 1
 

@@ -292,8 +292,12 @@ def test_shadow_decides_but_never_applies(
 # -- failures at start are loud --
 
 
-def test_without_an_endpoint_the_plugin_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SPECPILOT_ENDPOINT", raising=False)
+@pytest.mark.parametrize("value", [None, "", " "])
+def test_without_an_endpoint_the_plugin_is_inert(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if value is None:
+        monkeypatch.delenv("SPECPILOT_ENDPOINT", raising=False)
+    else:
+        monkeypatch.setenv("SPECPILOT_ENDPOINT", value)
     before = attributes()
     plugin.activate()
     assert attributes() == before
@@ -315,6 +319,14 @@ def test_a_wrong_option_ends_the_start(name: str, value: str, says: str, monkeyp
     monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match=says):
         plugin.activate()
+
+
+def test_what_kubernetes_puts_beside_a_service_of_our_name_is_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_80_TCP", "PORT_80_TCP_ADDR"):
+        monkeypatch.setenv(f"SPECPILOT_{name}", "tcp://10.0.0.1:80")
+    monkeypatch.setenv("SPECPILOT_ENDPOINT", "ipc:///tmp/none.ipc")
+    plugin.activate()
+    plugin.uninstall()
 
 
 def test_an_untested_version_ends_the_start_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

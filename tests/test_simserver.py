@@ -18,19 +18,9 @@ import msgspec
 import pytest
 import zmq
 
-from controller.simserver import (
-    CANDIDATE_STEPS,
-    H200_8B,
-    Arrival,
-    LatencySurface,
-    Phase,
-    SimServer,
-    VirtualClock,
-    WallClock,
-    Workload,
-    acceptance_length,
-    bursty_workload,
-)
+from controller.simserver import CANDIDATE_STEPS, SimServer, VirtualClock, WallClock
+from controller.surface import H200_8B, LatencySurface, acceptance_length
+from controller.workload import Arrival, Phase, Workload, bursty_workload
 from sglang_hooks.link import Delivery
 from sglang_hooks.settings import Settings
 from sglang_hooks.table_policy import CompiledTable

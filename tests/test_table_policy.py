@@ -68,6 +68,10 @@ def test_a_batch_hovering_at_the_threshold_does_not_flap() -> None:
     st.lists(st.integers(1, 400), min_size=1, max_size=200),
 )
 def test_threshold_is_obeyed_outside_its_band(threshold: int, band: int, batches: list[int]) -> None:
+    if band >= threshold:
+        with pytest.raises(ValueError, match="smaller than threshold"):
+            Threshold(threshold, 3, band)
+        return
     plan = Threshold(threshold, 3, band).decide(hello(candidate_steps=CANDIDATES), 0.0)
     target = policy()
     adopt(target, plan.table(1, 5.0, "threshold"))
@@ -80,6 +84,13 @@ def test_threshold_is_obeyed_outside_its_band(threshold: int, band: int, batches
         else:
             assert steps == before or band == 0
         before = steps
+
+
+@pytest.mark.parametrize("threshold", range(1, 70))
+def test_whatever_the_threshold_speculation_comes_back_for_one_request(threshold: int) -> None:
+    target = policy()
+    adopt(target, Threshold(threshold).decide(hello(candidate_steps=CANDIDATES), 0.0).table(1, 5.0, "threshold"))
+    assert steps_of(target, [1, 1000, 1]) == [3, 0, 3]
 
 
 def test_dwell_holds_a_switch_back() -> None:

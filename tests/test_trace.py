@@ -27,18 +27,9 @@ from rich.console import Console
 
 from controller import trace
 from controller.config import ConfigError, TraceConfig
-from controller.trace import (
-    SCHEMA,
-    TraceError,
-    TraceWriter,
-    check_directory,
-    folder_name,
-    print_trace_info,
-    read_segment,
-    segments,
-    to_batch,
-    trace_info,
-)
+from controller.trace import SCHEMA, TraceWriter, check_directory, folder_name, to_batch
+from controller.trace_info import LISTED_FAULTS, ServerTrace, print_trace_info, trace_info
+from controller.trace_reader import Segment, TraceError, segments
 from sglang_hooks.wire import StepBatch, StepRecord, encode
 from tests.messages import hello, record
 
@@ -52,7 +43,7 @@ def numbered(start: int, count: int, **changes: Any) -> list[StepRecord]:
 
 
 def read(paths: Sequence[Path]) -> list[StepRecord]:
-    return [r for path in segments(paths) for batch in read_segment(path) for r in trace.records(batch)]
+    return [r for path in segments(paths) for batch in Segment(path) for r in trace.records(batch)]
 
 
 def write(directory: Path, *batches: Sequence[StepRecord], key: str = KEY, **of_hello: Any) -> Path:
@@ -131,11 +122,33 @@ def test_a_segment_is_a_plain_arrow_stream_with_the_hello(tmp_path: Path) -> Non
     assert table["record_seq"].to_pylist() == list(range(7))
     assert table["accepted_drafts"].to_pylist()[0] == [2, 3]
     assert msgspec.json.decode(table.schema.metadata[b"specpilot.hello"])["model"] == "[m] ü"
-    segment = read_segment(path)
+    segment = Segment(path)
     assert segment.hello == hello(model="[m] ü", epoch=7)
     assert [batch.num_rows for batch in segment] == [5, 2]
     assert not segment.torn
     assert segment.offset == segment.size == path.stat().st_size
+
+
+def test_a_segment_that_grows_is_read_on_from_where_the_last_reading_ended(tmp_path: Path) -> None:
+    path = write(tmp_path, numbered(0, 2), numbered(2, 1), numbered(3, 4))
+    whole = path.read_bytes()
+    found: list[StepRecord] = []
+    offset = 0
+    for size in range(0, len(whole) + 1, 7):
+        path.write_bytes(whole[:size])
+        segment = Segment(path, offset)
+        for batch in segment:
+            found += trace.records(batch)
+        assert offset <= segment.offset <= size
+        assert segment.bytes_lost == size - segment.offset
+        offset = segment.offset
+    path.write_bytes(whole)
+    for _ in range(2):
+        segment = Segment(path, offset)
+        found += [r for batch in segment for r in trace.records(batch)]
+        assert (segment.hello, segment.torn, segment.offset) == (hello(), False, len(whole))
+        offset = segment.offset
+    assert found == numbered(0, 7)
 
 
 @given(st.text(min_size=1).filter(lambda key: key.isprintable()))
@@ -161,7 +174,7 @@ def test_records_wait_for_their_time_or_their_number(tmp_path: Path) -> None:
     writer.tick(1.1)
     assert writer.written_records == 10 + trace.BATCH_RECORDS + 1
     [path] = segments([tmp_path])
-    assert [batch.num_rows for batch in read_segment(path)] == [10, trace.BATCH_RECORDS, 1]
+    assert [batch.num_rows for batch in Segment(path)] == [10, trace.BATCH_RECORDS, 1]
     writer.append(numbered(10 + trace.BATCH_RECORDS + 1, 3))
     writer.close()
     writer.close()
@@ -197,7 +210,7 @@ def test_a_new_hello_begins_a_segment_a_new_epoch_does_not(tmp_path: Path) -> No
     writer.update_hello(hello(instance="i2"))
     writer.append(numbered(0, 2))
     writer.close()
-    one, two = map(read_segment, segments([tmp_path]))
+    one, two = map(Segment, segments([tmp_path]))
     assert (one.hello, two.hello) == (hello(), hello(instance="i2"))
     assert ([b.num_rows for b in one], [b.num_rows for b in two]) == ([4], [2])
 
@@ -273,13 +286,13 @@ def test_a_file_cut_anywhere_gives_every_whole_batch_and_says_what_it_ignored(tm
     batches = [numbered(0, 3), numbered(3, 1, after_idle=None, accepted_drafts=[]), numbered(4, 2)]
     path = write(tmp_path, *batches)
     whole = path.read_bytes()
-    segment = read_segment(path)
+    segment = Segment(path)
     ends = [segment.offset, *(segment.offset for _ in segment)]
     assert ends[-1] == len(whole)
     with path.open("r+b") as file:
         for cut in range(len(whole), -1, -1):
             file.truncate(cut)
-            segment = read_segment(path)
+            segment = Segment(path)
             found = [trace.records(batch) for batch in segment]
             count = sum(end <= cut for end in ends) - 1
             assert found == batches[: max(count, 0)], cut
@@ -294,7 +307,7 @@ def test_a_tail_of_zeros_is_torn(tmp_path: Path) -> None:
     path = write(tmp_path, numbered(0, 3))
     size = path.stat().st_size
     os.truncate(path, size + 5000)
-    segment = read_segment(path)
+    segment = Segment(path)
     assert sum(batch.num_rows for batch in segment) == 3
     assert (segment.torn, segment.offset, segment.bytes_lost) == (True, size, 5000)
 
@@ -305,7 +318,7 @@ def test_lists_that_point_outside_their_values_end_the_reading(tmp_path: Path) -
     offsets = struct.pack("<4i", 0, 3, 6, 9)
     assert content.count(offsets) == 1
     path.write_bytes(content.replace(offsets, struct.pack("<4i", 0, 3, 6, 1 << 30)))
-    segment = read_segment(path)
+    segment = Segment(path)
     assert [batch.num_rows for batch in segment] == [2]
     assert segment.torn
 
@@ -320,7 +333,7 @@ def test_flipped_bytes_never_do_worse_than_wrong_values(data: st.DataObject) -> 
             content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
         path.write_bytes(content)
         with contextlib.suppress(TraceError):
-            for batch in read_segment(path):
+            for batch in Segment(path):
                 trace.records(batch)
 
 
@@ -333,25 +346,25 @@ def test_what_is_no_trace_is_refused_with_a_reason(tmp_path: Path) -> None:
     path = tmp_path / "x.arrows"
     path.write_text("time,seconds\n")
     with pytest.raises(TraceError, match=r"x\.arrows is not a specpilot trace"):
-        read_segment(path)
+        Segment(path)
     path.write_bytes(b"\xff\xff\xff\xff\x08\0\0\0" + bytes(8))
     with pytest.raises(TraceError, match="cannot be read"):
-        read_segment(path)
+        Segment(path)
     with pytest.raises(TraceError, match="cannot be read"):
-        read_segment(tmp_path)
+        Segment(tmp_path)
     _stream(path, pa.schema([("a", pa.int8())]))
     with pytest.raises(TraceError, match="an Arrow file, but not a specpilot trace"):
-        read_segment(path)
+        Segment(path)
     _stream(path, SCHEMA.with_metadata({"specpilot.trace": "999"}))
     with pytest.raises(TraceError, match="trace format 999, this one reads 1"):
-        read_segment(path)
+        Segment(path)
     _stream(path, pa.schema(list(SCHEMA)[1:], metadata={"specpilot.trace": "1"}))
     with pytest.raises(TraceError, match="another version"):
-        read_segment(path)
+        Segment(path)
     for text in ("{}", "[]", "no json"):
         _stream(path, SCHEMA.with_metadata({"specpilot.trace": "1", "specpilot.hello": text}))
         with pytest.raises(TraceError, match="describes its server"):
-            read_segment(path)
+            Segment(path)
 
 
 _ENDLESS = """
@@ -547,18 +560,18 @@ def test_trace_info_counts_gaps_restarts_and_torn_tails(tmp_path: Path) -> None:
     assert "1 records missing from number 0" in server.faults[2]
     assert "not a specpilot trace" in server.faults[3]
     assert not info["other/0"].faults
-    assert msgspec.json.decode(msgspec.json.encode(info), type=dict[str, trace.ServerTrace]) == info
+    assert msgspec.json.decode(msgspec.json.encode(info), type=dict[str, ServerTrace]) == info
 
 
 def test_a_gap_between_segments_is_one_and_the_list_of_them_is_bounded(tmp_path: Path) -> None:
     write(tmp_path, numbered(0, 1))
     write(tmp_path, [record(record_seq=2 * n) for n in range(1, 151)])
     server = trace_info([tmp_path])[KEY]
-    assert (server.gaps, server.dropped, len(server.faults)) == (150, 150, trace.LISTED_FAULTS)
+    assert (server.gaps, server.dropped, len(server.faults)) == (150, 150, LISTED_FAULTS)
     assert "and 50 more such lines" in printed({KEY: server})
 
 
-def printed(info: dict[str, trace.ServerTrace]) -> str:
+def printed(info: dict[str, ServerTrace]) -> str:
     console = Console(file=io.StringIO(), width=60, color_system=None)
     print_trace_info(info, console)
     assert isinstance(console.file, io.StringIO)

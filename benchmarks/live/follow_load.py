@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.metadata
 import itertools
 import json
 import os
@@ -115,7 +116,8 @@ def followed(steps: list[dict[str, Any]], phases: list[dict[str, Any]]) -> list[
         k = next((i for i, s in enumerate(inside) if s["draft_tokens"] - 1 == wanted), None)
         settled = inside[k:] if k is not None else []
         share = sum(s["draft_tokens"] - 1 == wanted for s in settled) / len(settled) if settled else 0.0
-        found.append({**phase, "wanted_steps": wanted, "decode_steps": len(inside), "batch_after_steps": batch,
+        found.append({"concurrency": phase["concurrency"], "tokens_per_second": phase["tokens_per_second"],
+                      "wanted_steps": wanted, "decode_steps": len(inside), "batch_after_steps": batch,
                       "k_after_steps": k, "share_at_wanted_after": round(share, 4)})  # fmt: skip
     return found
 
@@ -134,11 +136,11 @@ def median_step_seconds(steps: list[dict[str, Any]]) -> dict[str, dict[str, floa
 
 
 def read_trace(folder: Path) -> list[dict[str, Any]]:
-    from controller.trace import read_segment, segments
+    from controller.trace_reader import Segment, segments
 
     rows: list[dict[str, Any]] = []
     for path in segments([folder]):
-        for batch in read_segment(path):
+        for batch in Segment(path):
             rows.extend(batch.to_pylist())
     return sorted(rows, key=lambda row: row["record_seq"])
 
@@ -199,6 +201,7 @@ def main() -> int:
         "note": server["note"],
         "gpu": server["gpu"],
         "sglang": server["sglang_version"],
+        "torch": importlib.metadata.version("torch"),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
     args.out.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,8 @@
 # Runs follow_load.py on a GPU machine whose image has torch but not SGLang.
 #   benchmarks/live/rig.sh BUNDLE OUT CONFIG...      CONFIG: "attention=triton tp=1 gpus=0 [overlap=0]"
 # BUNDLE holds site.tar.xz (SGLang 0.5.17 and what it imports), specpilot.whl, and caches.tar.xz if
-# an earlier run left one in OUT. Each CONFIG is one run; those joined by "&" run at once, on their GPUs.
+# an earlier run left one in OUT. Each CONFIG is one run; those joined by "&" run at once, on their
+# GPUs. OUT/follow_load.json holds all their summaries.
 set -uo pipefail
 bundle="$1"; out="$2"; shift 2
 here="$(cd "$(dirname "$0")" && pwd)"
@@ -30,6 +31,7 @@ for config in "$@"; do
   if [ "${config%&}" != "$config" ]; then run "${config%&}" & else run "$config"; wait; fi
 done
 wait
+python3 -c "import glob, json; print(json.dumps([json.load(open(p)) for p in sorted(glob.glob('$out/summary-*.json'))], indent=1))" > "$out/follow_load.json"
 tar cJf "$out/logs.tar.xz" -C "$root" $(cd "$root" && ls *.log)
 [ -f "$bundle/caches.tar.xz" ] || (cd "$HOME" && tar cf - .cache/flashinfer .triton/cache .cache/tvm-ffi 2>/dev/null | xz -6 -T0 > "$out/caches.tar.xz")
 ls -la "$out"

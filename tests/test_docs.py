@@ -1,0 +1,192 @@
+"""The documentation says what the code does: options, keys, columns, counters, commands, figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from itertools import dropwhile
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from controller.cli import _parser
+from controller.config import Config, load_config
+from controller.status import ControllerStatus, ServerStatus, print_status
+from controller.trace import SCHEMA
+from sglang_hooks.agent import Agent, ServerFacts
+from sglang_hooks.settings import OPTIONS, Settings
+from sglang_hooks.table_policy import TablePolicy
+from sglang_hooks.wire import Message
+from tests.messages import table
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+def section(page: str, heading: str) -> str:
+    """The text from a heading to the next one of its level or above."""
+    lines = (DOCS / page).read_text().splitlines()
+    first, *rest = dropwhile(lambda line: line.lstrip("# ") != heading or not line.startswith("#"), lines)
+    level = len(first) - len(first.lstrip("#"))
+    found = []
+    fenced = False
+    for line in rest:
+        fenced ^= line.startswith("```")
+        if not fenced and re.match(rf"#{{1,{level}}} ", line):
+            break
+        found.append(line)
+    return "\n".join(found)
+
+
+def rows(text: str) -> list[list[str]]:
+    """Cells of every table row, without heads and rules."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    rules = {i for i, row in enumerate(cells) if set("".join(row)) <= {"-"}}
+    return [row for i, row in enumerate(cells) if i not in rules and i + 1 not in rules]
+
+
+def code(cell: str) -> str:
+    """The one code span that a cell is, or "" for any other cell."""
+    found = re.fullmatch(r"`([^`]+)`", cell)
+    return found[1] if found else ""
+
+
+def codes(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_environment_options() -> None:
+    documented = rows(section("options.md", "Environment of the server"))
+    assert [code(name) for name, _, _ in documented] == [option.name for option in OPTIONS]
+    for (_, default, meaning), option in zip(documented, OPTIONS, strict=True):
+        assert default == (f"`{option.default}`" if option.default else "(empty)")
+        assert meaning.startswith(option.meaning)
+
+
+def toml_keys() -> Iterator[tuple[str, Any]]:
+    """Every key of the file with its default; ``msgspec.NODEFAULT`` where it must be given."""
+    for name, hint in get_type_hints(Config).items():
+        for struct in get_args(hint) or (hint,):
+            if tag := struct.__struct_config__.tag_field:
+                yield f"{name}.{tag}", getattr(Config(), name).__struct_config__.tag
+            for field in msgspec.structs.fields(struct):
+                yield f"{name}.{field.name}", field.default
+
+
+def test_toml_keys() -> None:
+    documented: dict[str, list[str]] = {}
+    for key, default, _, _ in rows(section("options.md", "The controller's file")):
+        documented.setdefault(code(key), []).append(code(default))
+    expected: dict[str, list[Any]] = {}
+    for key, default in toml_keys():
+        expected.setdefault(key, []).append(default)
+    assert documented.keys() == expected.keys()
+    for key, defaults in expected.items():
+        plain = [default for default in defaults if default not in (None, msgspec.NODEFAULT)]
+        assert {tomllib.loads(f"x = {text}")["x"] for text in documented[key] if text} == set(plain), key
+
+
+@pytest.mark.parametrize("page", ["options.md", "quickstart.md"])
+def test_example_files_load(page: str, tmp_path: Path) -> None:
+    examples = re.findall(r"```toml\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    assert examples
+    path = tmp_path / "controller.toml"
+    for example in examples:
+        path.write_text(example)
+        load_config(path)
+    if page == "options.md":  # the complete one
+        given = tomllib.loads(examples[0])
+        keys = {f"{name}.{key}" for name, values in given.items() for key in values}
+        assert keys == {key for key, _ in toml_keys()}
+
+
+def test_trace_columns() -> None:
+    documented = {code(name): code(kind) for name, kind, _, _ in rows(section("trace.md", "Columns"))}
+    assert documented == {field.name: str(field.type).replace("item: ", "") for field in SCHEMA}
+    assert list(documented) == SCHEMA.names
+
+
+def test_counters(tmp_path: Path) -> None:
+    settings = Settings(endpoint=f"ipc://{tmp_path}/none.ipc")
+    agent = Agent(settings, TablePolicy(settings, [0, 1], 1))
+    agent.start(ServerFacts(server_id="s"))
+    counters = agent.state().counters
+    agent.stop()
+    assert [code(row[0]) for row in rows(section("operations.md", "Counters"))] == list(counters)
+
+
+def test_status_lines_and_fields() -> None:
+    server = ServerStatus(
+        server="s/0", model="m", gpu="g", sglang_version="v", mode="control", candidate_steps=[0, 1],
+        silent_seconds=0.0, source="TABLE", steps=1, table=table(), reason="r", table_age_seconds=1.0,
+        pending_epoch=2, confirmed_ranks=0, tp_size=2, records=1, records_lost=1, tokens_per_second=1.0,
+        share_by_steps={"1": 1.0}, counters={"hook_failures": 1}, note="n",
+    )  # fmt: skip
+    controller = ControllerStatus(
+        version="1", pid=1, endpoint="e", policy="p", uptime_seconds=1.0, trace_directory="d", trace_written=1,
+        trace_lost=1, trace_bytes=1, trace_error="", refused_messages=0, servers=[server],
+    )  # fmt: skip
+    console = Console(width=200)
+    with console.capture() as capture:
+        print_status(controller, console)
+    lines = [line.split()[0] for line in capture.get().splitlines()[3:]]
+    text = section("operations.md", "What `specpilot status` shows")
+    head, for_each, fields = re.split(r"\n\n(?=For each server,|With `--json`)", text)
+    assert head
+    assert [code(row[0]) for row in rows(for_each)] == lines
+    documented = [name for row in rows(fields) for name in codes(row[0])]
+    expected = [*ControllerStatus.__struct_fields__, *ServerStatus.__struct_fields__]
+    assert sorted(documented) == sorted(expected)
+
+
+def commands(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, str]]:
+    """Every (command, option); a command that runs also comes with an empty option."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, child in action.choices.items():
+                yield from commands(child, f"{name} {word}")
+            return
+    yield name, ""
+    for action in parser._actions:
+        yield from ((name, option) for option in action.option_strings if option not in ("-h", "--help"))
+
+
+def test_commands() -> None:
+    real = set(commands(_parser(), "specpilot"))
+    text = section("options.md", "The command line")
+    documented = {(code(row[0]), code(row[1])) for row in rows(text) if len(row) == 4}
+    assert documented == (real | {("specpilot trace info", "PATH …")}) - {("specpilot trace info", "")}
+    names = {name for name, _ in real}
+    for page in [*DOCS.glob("*.md")]:
+        for mention in re.findall(r"(?:^|`)specpilot ([a-z]+(?: [a-z]+)?)\b", page.read_text(), re.MULTILINE):
+            words = mention.split()
+            assert f"specpilot {mention}" in names or f"specpilot {words[0]}" in names, (page.name, mention)
+
+
+def test_wire_messages() -> None:
+    documented = {code(row[0]): code(row[1]) for row in rows(section("design.md", "Messages"))}
+    assert documented == {kind.__name__: kind.__struct_config__.tag for kind in get_args(Message)}
+
+
+def test_live_figures() -> None:
+    documented = [row for row in rows(section("measurements.md", "Does K follow the load?")) if len(row) == 7]
+    runs = json.loads((ROOT / "benchmarks/live/follow_load.json").read_text())
+    assert documented == [
+        [
+            run["attention"],
+            str(run["tp"]),
+            "on" if run["overlap"] else "off",
+            " → ".join(f"{phase['tokens_per_second']:,}" for phase in run["phases"]),
+            ", ".join(str(phase["k_after_steps"]) for phase in run["phases"]),
+            str(run["median_step_seconds"]["K=3"]["1"]),
+            str(run["median_step_seconds"]["K=0"]["64"]),
+        ]
+        for run in runs
+    ]

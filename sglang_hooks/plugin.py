@@ -300,7 +300,7 @@ def _install_scheduler_hooks() -> None:
 
 def _agent() -> Agent:
     agent = _installed.agent
-    assert agent is not None, "hooks run only where the policy was built"
+    assert agent is not None  # hooks run only where the policy was built
     return agent
 
 

@@ -109,15 +109,16 @@ class Recorder:
         draft_tokens = result.speculative_num_draft_tokens or 0
         if draft_tokens != launch.steps + 1:
             self.steps_mismatched += 1
-        accepted = list(result.num_correct_drafts_per_req_cpu)
-        truncated = []
-        ended = ended_rows(batch.reqs)
-        if len(ended) > len(masked):
-            truncated = sorted(set(ended).difference(masked))
+        accepted = result.num_correct_drafts_per_req_cpu
+        truncated: list[int] = []
+        # Nearly always no row has ended, and SGLang's list goes out as it is.
+        if masked or [req for req in batch.reqs if req.finished_reason is not None]:
+            truncated = sorted(set(ended_rows(batch.reqs)).difference(masked))
+            accepted = list(accepted)
             for row in truncated:
                 accepted[row] = _accepted_within(batch.reqs[row], accepted[row])
-        for row in masked:
-            accepted[row] = MASKED
+            for row in masked:
+                accepted[row] = MASKED
         batch_size = len(accepted)
         graph = bool(result.can_run_cuda_graph)
         padded = batch_size

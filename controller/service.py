@@ -36,6 +36,7 @@ from sglang_hooks.wire import (
     StatusReport,
     StatusRequest,
     StepBatch,
+    StepRecord,
     ToHook,
     WireError,
     encode,
@@ -87,6 +88,7 @@ class Session:
         self.repush_seconds = REPUSH_SECONDS
         self.leased_at = 0.0
         self.policy_error = ""
+        self.failed = False
         self.rival = ""
         self.rival_since = self.rival_heard_at = float("-inf")
         self.records = 0
@@ -100,7 +102,8 @@ class Session:
             if self.next_seq is not None and record.record_seq > self.next_seq:
                 self.records_lost += record.record_seq - self.next_seq
             self.next_seq = record.record_seq + 1
-            self.policy.learn(record)
+            if not self.failed:
+                self._learn(record)
             live = [n for n in record.accepted_drafts if n != MASKED]
             # Time with a prefill or an idle spell in it says nothing about decoding.
             back_to_back = record.forwards == 1 and not record.after_idle
@@ -110,6 +113,22 @@ class Session:
         self.records += len(batch.records)
         if self.trace is not None:
             self.trace.append(batch.records)
+
+    def _learn(self, record: StepRecord) -> None:
+        try:
+            self.policy.learn(record)
+        except Exception:
+            self.fail("learning from a step")
+
+    def fail(self, where: str) -> None:
+        """Give this server up, and none of the others: without leases it goes to its fallback."""
+        self.failed = True
+        self.plan = None
+        self.policy_error = (
+            f"policy {self.policy.name} failed in {where}, see the controller's log: it decides no more for this "
+            "server until the controller restarts"
+        )
+        logger.exception("%s: %s", self.key, self.policy_error)
 
     def conflict(self, now: float) -> str:
         """Return what to do about a second live server of this name, if there is one."""
@@ -124,7 +143,7 @@ class Session:
         """Return what an operator may want to know."""
         hello, state = self.hello, self.state
         assert hello is not None
-        source = DecisionSource(state.source) if state is not None else DecisionSource.FALLBACK
+        source = state.source if state is not None else DecisionSource.FALLBACK
         table, reason, decided_at = self.tables.get(state.epoch if state is not None else 0, (None, "", now))
         busy = sum(seconds for seconds, _, _ in self.recent)
         steps = Counter(k for _, _, k in self.recent)
@@ -335,12 +354,17 @@ class Service:
     def _decide(self, session: Session, now: float) -> None:
         hello = session.hello
         assert hello is not None
+        if session.failed:
+            return
         try:
             plan = session.policy.decide(hello, now)
         except PolicyError as error:
             if session.policy_error != str(error):
                 session.policy_error = str(error)
                 logger.error("%s: %s; it runs on its fallback", session.key, error)
+            return
+        except Exception:
+            session.fail("deciding")
             return
         session.policy_error = ""
         if plan != session.plan:

@@ -140,7 +140,7 @@ class Recorder:
             facts.running,
             facts.queued,
             facts.kv_used_tokens,
-            int(launch.source),
+            launch.source,
             launch.epoch,
             launch.cell,
             launch.probability,

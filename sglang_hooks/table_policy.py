@@ -44,7 +44,7 @@ class Launch(NamedTuple):
     forward_iter: int
     steps: int
     proposed_steps: int
-    source: int
+    source: DecisionSource
     epoch: int
     cell: int
     probability: float

@@ -14,6 +14,7 @@ does not count the bonus token.
 from __future__ import annotations
 
 import enum
+from typing import Annotated
 
 import msgspec
 
@@ -23,6 +24,13 @@ MAX_MESSAGE_BYTES = 4 << 20
 
 MASKED = -1
 """In ``StepRecord.accepted_drafts``: a row whose request had already finished or was retracted."""
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Steps = Annotated[int, msgspec.Meta(ge=0, le=4096)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Name = Annotated[str, msgspec.Meta(max_length=1024)]
+"""What a reader takes for sane: a message with anything else in it is refused as a whole."""
 
 
 class WireError(ValueError):
@@ -54,29 +62,29 @@ class DecisionSource(enum.IntEnum):
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """What a server is and can do; sent at connect, and again until the controller answers."""
 
-    server_id: str
-    instance: str
+    server_id: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+    instance: Name
     """Changes with every process: two live servers with one id are told apart by it."""
-    model: str
-    draft_model: str
-    algorithm: str
-    topk: int
-    candidate_steps: list[int]
-    fallback_steps: int
-    skip: str
+    model: Name
+    draft_model: Name
+    algorithm: Name
+    topk: Steps
+    candidate_steps: Annotated[list[Steps], msgspec.Meta(min_length=1, max_length=64)]
+    fallback_steps: Steps
+    skip: Name
     """Kind of K=0 step: "verify" (SGLang's width-1 verify) or "none" (K=0 is no candidate)."""
-    captured_batch_sizes: list[int]
-    max_running_requests: int
-    kv_tokens: int
+    captured_batch_sizes: list[Count]
+    max_running_requests: Count
+    kv_tokens: Count
     overlap: bool
-    tp_size: int
-    dp_size: int
-    dp_rank: int
-    gpu: str
-    sglang_version: str
-    context_length: int
-    mode: str
-    epoch: int
+    tp_size: Count
+    dp_size: Count
+    dp_rank: Count
+    gpu: Name
+    sglang_version: Name
+    context_length: Count
+    mode: Name
+    epoch: Count
     """Epoch of the newest table this server has seen, so that a new controller continues above it."""
 
 
@@ -87,34 +95,34 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     ``forwards == 1``, ``previous_kind`` is DECODE and ``launch_gap_seconds`` is small.
     """
 
-    record_seq: int
+    record_seq: Count
     """Counts every record made, sent or dropped: gaps are losses."""
-    step: int
+    step: Count
     """SGLang's ``forward_iter``; prefills count too."""
     time: float
     """Host time of completion, seconds since the Unix epoch."""
-    seconds: float
+    seconds: Seconds
     """Since the completion of the previous decode step; 0 for the first."""
-    batch_size: int
-    padded_batch_size: int
+    batch_size: Count
+    padded_batch_size: Count
     """Captured CUDA-graph size the batch was padded to; ``batch_size`` when it ran eagerly."""
-    context_tokens: int
+    context_tokens: Count
     """Sum of sequence lengths at launch as the host knows them: without what is in flight."""
-    steps: int
+    steps: Steps
     """K asked for at launch."""
-    proposed_steps: int
+    proposed_steps: Steps
     """K the table asked for; differs from ``steps`` only in shadow mode."""
-    draft_tokens: int
+    draft_tokens: Steps
     """Tokens verified per request, from the step's own result (K+1 for a chain)."""
-    accepted_drafts: list[int]
+    accepted_drafts: list[Annotated[int, msgspec.Meta(ge=-1, le=4096)]]
     """Per request, without the bonus token; MASKED for rows that were no longer live."""
-    truncated: list[int]
+    truncated: list[Count]
     """Rows whose request ended within this step: their count stops there, it is not a rejection."""
-    running: int
-    queued: int
+    running: Count
+    queued: Count
     kv_used_tokens: int
-    source: int
-    epoch: int
+    source: DecisionSource
+    epoch: Count
     cell: int
     """``batch_region * (len(context_edges) + 1) + context_region``; -1 without a table."""
     probability: float
@@ -147,9 +155,9 @@ class StepBatch(msgspec.Struct, frozen=True, array_like=True, tag="steps"):
 class HookState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
     """What the hooks are doing now; sent once a second and at every change."""
 
-    instance: str
-    source: int
-    epoch: int
+    instance: Name
+    source: DecisionSource
+    epoch: Count
     """Of the table in force (0: none)."""
     confirmed_epoch: int
     """Newest epoch that every rank was seen to hold."""

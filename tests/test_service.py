@@ -19,10 +19,11 @@ from controller.config import Config, ConfigError, ControllerConfig, TraceConfig
 from controller.endpoint import Endpoint
 from controller.service import Service
 from controller.status import ControllerStatus, ServerStatus, StatusError, fetch_status
+from policies.interface import Grid, Plan
 from sglang_hooks.agent import Agent, ServerFacts
 from sglang_hooks.settings import Settings
 from sglang_hooks.table_policy import TablePolicy
-from sglang_hooks.wire import MAX_MESSAGE_BYTES, DecisionSource, StepBatch, encode
+from sglang_hooks.wire import MAX_MESSAGE_BYTES, DecisionSource, Hello, StepBatch, StepRecord, encode
 from tests.messages import hello, record
 
 THRESHOLD = '[policy]\nname = "threshold"\nthreshold = 5\nsteps = 3\nband = 1\n'
@@ -281,6 +282,67 @@ def test_bad_messages_are_counted_and_hurt_nobody(make: Make, agents: Agents) ->
     until(lambda: controller.server().records == 1)
     assert in_command(agent)
     assert controller.log().count("was refused") == 1  # said once, then counted
+
+
+def test_a_hello_that_no_policy_could_take_is_refused(make: Make) -> None:
+    controller = make().start()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as server:
+        server.connect(controller.endpoint)
+        for changes in ({"candidate_steps": []}, {"candidate_steps": [-1]}, {"server_id": ""}, {"tp_size": -1},
+                        {"gpu": "x" * 5000}, {"captured_batch_sizes": [1 << 60]}):  # fmt: skip
+            server.send(encode(hello(**changes)))
+        server.send(encode(hello(server_id="sane")))
+        until(lambda: [s.server for s in controller.status().servers] == ["sane/0"])
+        for bad in (
+            record(seconds=float("nan")),
+            record(accepted_drafts=[-2]),
+            record(source=9),
+            record(draft_tokens=-1),
+        ):
+            server.send(encode(StepBatch([bad], 0)))
+        server.send(encode(StepBatch([record()], 0)))
+        until(lambda: controller.server("sane/0").records == 1)
+    assert controller.status().refused_messages == 6 + 4
+
+
+class Failing:
+    name = "failing"
+
+    def __init__(self) -> None:
+        self.broken: set[str] = set()
+
+    def learn(self, step: StepRecord) -> None:
+        if step.step == 13:
+            raise ZeroDivisionError
+
+    def decide(self, server: Hello, now: float) -> Plan:
+        if server.server_id == "undecidable":
+            raise KeyError
+        return Plan(Grid(), (1,), (frozenset(),), "always 1")
+
+
+def test_a_policy_that_fails_for_one_server_goes_on_for_the_others(
+    tmp_path: Path, agents: Agents, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("controller.config.ThresholdPolicy.build", lambda self: Failing())
+    settings = ControllerConfig(endpoint=f"ipc://{tmp_path}/c.ipc", lease_seconds=0.5)
+    service = Service(Config(controller=settings, trace=TraceConfig(directory="")))
+    good, bad = agents(settings.endpoint, "good"), agents(settings.endpoint, "bad")
+    agents(settings.endpoint, "undecidable")
+    until(lambda: service.turn() or (in_command(good) and in_command(bad)))
+    good._queue.put(record(record_seq=0))
+    bad._queue.put(record(record_seq=0, step=13))
+    until(lambda: service.turn() or passes(bad) or bad.policy.source == DecisionSource.FALLBACK)
+    for _ in range(10):
+        service.turn()
+    assert in_command(good)
+    notes = {server.server: server.note for server in service.status().servers}
+    assert notes["good/0"] == ""
+    assert "failed in learning from a step" in notes["bad/0"]
+    assert "failed in deciding" in notes["undecidable/0"]
+    assert sum("failed in" in r.getMessage() for r in caplog.records) == 2
+    service.stop()
+    service.run()
 
 
 def test_records_of_a_server_that_nobody_asked_yet_are_kept(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 from urllib.parse import unquote
 
 import msgspec
@@ -30,7 +30,7 @@ from controller.config import ConfigError, TraceConfig
 from controller.trace import SCHEMA, TraceWriter, check_directory, folder_name, to_batch
 from controller.trace_info import LISTED_FAULTS, ServerTrace, print_trace_info, trace_info
 from controller.trace_reader import Segment, TraceError, segments
-from sglang_hooks.wire import StepBatch, StepRecord, encode
+from sglang_hooks.wire import DecisionSource, StepBatch, StepRecord, encode
 from tests.messages import hello, record
 
 KEY = "node:30000/0"
@@ -71,7 +71,8 @@ def test_schema_has_a_column_for_every_field_in_order() -> None:
     for field, column in zip(fields, SCHEMA, strict=True):
         optional = field.type == bool | None
         assert column.nullable == optional, field.name
-        expected = bool if optional else field.type
+        plain = get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type
+        expected = bool if optional else int if plain is DecisionSource else plain
         assert kinds.get(expected, pa.types.is_list)(column.type), field.name
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``specpilot controller | status | trace info | demo | bench hook``."""
+"""The command line: ``specpilot controller | status | trace info | replay | demo | bench hook``."""
 
 from __future__ import annotations
 
@@ -56,6 +56,17 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("paths", nargs="+", type=Path, help="trace folders or segments")
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.set_defaults(run=_trace_info)
+
+    command = commands.add_parser("replay", help="policies against each other on a simulated server, in virtual time")
+    command.add_argument("--surface", default="h200-sglang", help="what steps cost; a wrong name lists them")
+    command.add_argument("--arrivals", default="none", help="CSV file of requests (default: none, they are made up)")
+    command.add_argument("--load", type=float, default=1.0, help="1: what saturates the server without speculation")
+    command.add_argument("--concurrency", type=int, help="a closed loop of so many requests, instead of a load")
+    command.add_argument("--policies", nargs="+", required=True, metavar="POLICY", help="such as none static:3 sglang")
+    command.add_argument("--seeds", type=int, default=1, help="runs of each policy")
+    command.add_argument("--seconds", type=float, default=300.0, help="of virtual time, each run")
+    command.add_argument("--json", type=Path, help="write the figures of every run")
+    command.set_defaults(run=_replay)
 
     command = commands.add_parser("demo", help="a simulated server steered by a real controller, and a picture of it")
     command.add_argument("--seconds", type=float, default=30.0)
@@ -125,6 +136,22 @@ def _trace_info(options: argparse.Namespace, console: Console) -> int:
     else:
         print_trace_info(info, console)
     return 0
+
+
+def _replay(options: argparse.Namespace, console: Console) -> int:
+    from controller.replay import replay
+
+    return replay(
+        options.surface,
+        None if options.arrivals == "none" else Path(options.arrivals),
+        options.policies,
+        options.seeds,
+        options.load,
+        options.concurrency,
+        options.seconds,
+        options.json,
+        console,
+    )
 
 
 def _demo(options: argparse.Namespace, console: Console) -> int:

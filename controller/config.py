@@ -12,6 +12,7 @@ from typing import Annotated
 
 import msgspec
 
+from policies.goodput import Goodput
 from policies.interface import Policy
 from policies.static import Static
 from policies.threshold import Threshold
@@ -52,6 +53,14 @@ class ThresholdPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
         return Threshold(self.threshold, self.steps, self.band)
 
 
+class GoodputPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="goodput"):
+    """``[policy] name = "goodput"``: the learned policy; it has no keys of its own."""
+
+    def build(self) -> Policy:
+        """Return a fresh policy for one server."""
+        return Goodput()
+
+
 class ControllerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[controller]``: the socket and the pace."""
 
@@ -79,7 +88,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole file."""
 
     controller: ControllerConfig = ControllerConfig()
-    policy: StaticPolicy | ThresholdPolicy = ThresholdPolicy()
+    policy: StaticPolicy | ThresholdPolicy | GoodputPolicy = ThresholdPolicy()
     trace: TraceConfig = TraceConfig()
 
     def __post_init__(self) -> None:

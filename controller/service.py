@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -87,6 +88,7 @@ class Session:
         self.pushed_at = 0.0
         self.repush_seconds = REPUSH_SECONDS
         self.leased_at = 0.0
+        self.seed = secrets.randbits(62)
         self.policy_error = ""
         self.failed = False
         self.rival = ""
@@ -374,7 +376,7 @@ class Service:
         session.epoch += 1
         session.plan = plan
         session.pushed_at = session.leased_at = now
-        table = plan.table(session.epoch, self._config.controller.lease_seconds, session.policy.name)
+        table = plan.table(session.epoch, self._config.controller.lease_seconds, session.policy.name, session.seed)
         session.tables[session.epoch] = (table, plan.reason, now)
         while len(session.tables) > 8:
             del session.tables[next(iter(session.tables))]

@@ -3,7 +3,7 @@
 ``SimServer`` holds a real ``Agent`` and ``TablePolicy`` and calls them at the places of
 SGLang's loop where ``sglang_hooks/plugin.py`` does: ``event_loop_overlap`` (launch step N,
 then settle step N-1) or ``event_loop_normal``. Instead of a forward pass there is a
-``LatencySurface`` (``surface.py``), and accepted drafts are drawn request by request from a
+``Surface`` (``surface.py``), and accepted drafts are drawn request by request from a
 ``Workload`` (``workload.py``). So whatever the hooks must cope with is here: results that
 come one step late, requests that ended while their next step was in flight, accepted runs
 that pass a request's end, prefills between decodes.
@@ -14,7 +14,7 @@ the server of the demo, a process of its own:
     python -m controller.simserver --endpoint ipc:///run/user/1000/specpilot/controller.ipc --seconds 20
 
 With ``VirtualClock`` it runs as fast as it can and repeats itself to the last record. (The
-leases of tables are still counted by the host's clock: replay a fixed table, or none.)
+link's thread still counts the leases of tables by the host's clock: ``replay.py`` does without it.)
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ import signal
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from controller.surface import H200_8B, LatencySurface
-from controller.workload import Workload, bursty_workload
+from controller.surface import H200_8B, Surface
+from controller.workload import Arrival, Draws, SequentialDraws, Workload, bursty_workload
 from sglang_hooks.agent import Agent, ServerFacts
 from sglang_hooks.broadcast import PolicyUpdate
 from sglang_hooks.settings import Settings, SettingsError
@@ -124,6 +124,12 @@ class Req:
 
     prompt_tokens: int
     output_tokens: int
+    index: int = 0
+    """In the order of arrival."""
+    position: int = 0
+    """Output tokens decided so far, those in flight included; it goes on past the end."""
+    first_token_at: float = 0.0
+    """Seconds since the start of the server."""
     output_ids: list[int] = field(default_factory=list)
     finished_reason: str | None = None
     finished_len: int | None = None
@@ -183,6 +189,21 @@ class Result:
 # -- the scheduler --
 
 
+class Decode(NamedTuple):
+    """One decode step at its launch, with what no scheduler knows: the truth it will be judged by."""
+
+    at: float
+    """Seconds since the start of the server."""
+    steps: int
+    held_steps: int
+    """What the table would have chosen without exploration."""
+    batch_size: int
+    mean_context: float
+    """Tokens per request, those in flight included."""
+    acceptance: float
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Summary:
     """What a run came to."""
@@ -210,23 +231,38 @@ class SimServer:
         self,
         settings: Settings,
         workload: Workload,
-        surface: LatencySurface,
-        rng: random.Random,
+        surface: Surface,
+        draws: Draws | random.Random,
         clock: Clock,
         *,
         overlap: bool = True,
         max_running_requests: int = MAX_RUNNING_REQUESTS,
+        kv_tokens: int = 0,
         candidate_steps: Sequence[int] = CANDIDATE_STEPS,
         initial_steps: int = INITIAL_STEPS,
+        agent: Agent | None = None,
+        on_decode: Callable[[Decode], None] | None = None,
+        on_end: Callable[[Req, float], Arrival | None] | None = None,
     ) -> None:
-        self.policy = TablePolicy(settings, candidate_steps, initial_steps, clock.now)
-        self.agent = Agent(settings, self.policy)
+        """``kv_tokens`` 0: no limit. ``agent``: instead of one made from ``settings`` and the steps.
+
+        ``on_end`` hears of each request that ends, and when (seconds since the start); what it
+        returns arrives then, which closes the loop.
+        """
+        self.agent = agent or Agent(settings, TablePolicy(settings, candidate_steps, initial_steps, clock.now))
+        self.policy = self.agent.policy
         self._surface = surface
         self._workload = workload
-        self._rng = rng
+        self._draws: Draws = SequentialDraws(draws) if isinstance(draws, random.Random) else draws
         self._clock = clock
         self._overlap = overlap
         self._max_running = max_running_requests
+        self._kv_tokens = kv_tokens
+        self._kv_slack = 2 * (max(self.policy.candidate_steps) + 1)
+        self._kv_reserved = 0
+        self._on_decode = on_decode
+        self._on_end = on_end
+        self._received = 0
         self._to_come = deque(workload.arrivals)
         self._waiting: deque[Req] = deque()
         self._running = Batch([], Mode.DECODE)
@@ -248,6 +284,7 @@ class SimServer:
             algorithm="EAGLE3",
             captured_batch_sizes=surface.captured_batch_sizes,
             max_running_requests=max_running_requests,
+            kv_tokens=kv_tokens,
             overlap=overlap,
             gpu="simulated H200",
             sglang_version="simulated",
@@ -273,6 +310,11 @@ class SimServer:
     def stop(self) -> None:
         """Make ``run`` return early; safe to call from a signal handler."""
         self._stopping = True
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all requests so far, as far as their clients saw them."""
+        return self._tokens
 
     @property
     def drained(self) -> bool:
@@ -318,7 +360,8 @@ class SimServer:
         elapsed = self._elapsed()
         while self._to_come and self._to_come[0].at <= elapsed:
             arrival = self._to_come.popleft()
-            received.append(Req(arrival.prompt_tokens, arrival.output_tokens))
+            received.append(Req(arrival.prompt_tokens, arrival.output_tokens, self._received))
+            self._received += 1
         self.agent.pull(received)
         for item in received:
             if isinstance(item, PolicyUpdate):
@@ -338,11 +381,23 @@ class SimServer:
             prompt = self._waiting[0].prompt_tokens
             if prefill and tokens + prompt > MAX_PREFILL_TOKENS:
                 break
+            needed = self.kv_needed(self._waiting[0])
+            if self._kv_tokens and self._kv_reserved + needed > self._kv_tokens:
+                break
+            self._kv_reserved += needed
             tokens += prompt
             prefill.append(self._waiting.popleft())
         if prefill:
             return Batch(prefill, Mode.EXTEND, extend_num_tokens=tokens)
         return self._running if self._running.reqs else None
+
+    def kv_needed(self, request: Req | Arrival) -> int:
+        """Return the KV tokens set aside for a request as long as it runs.
+
+        All that it will ever use: SGLang takes a part of that, and retracts requests when it was too
+        little, which is not simulated.
+        """
+        return request.prompt_tokens + request.output_tokens + self._kv_slack
 
     def _launch(self, batch: Batch) -> Result:
         self._forward_ct += 1
@@ -359,25 +414,34 @@ class SimServer:
 
     def _prefill(self, batch: Batch) -> Result:
         assert batch.extend_num_tokens is not None
+        for req in batch.reqs:
+            req.position = 1
         done_at = self._occupy_gpu(self._surface.prefill_seconds(batch.extend_num_tokens))
         return Result(done_at, [0] * len(batch.reqs), 0, can_run_cuda_graph=False)
 
     def _decode(self, batch: Batch) -> Result:
         batch_size = len(batch.reqs)
         steps = self.policy.get_steps_for_batch(batch_size)
-        acceptance = self._workload.acceptance(self._elapsed())
+        at = self._elapsed()
+        acceptance = self._workload.acceptance(at)
+        draw = self._draws.accepted
+        context_tokens = 0
+        accepted = []
+        for req in batch.reqs:
+            context_tokens += req.prompt_tokens + req.position
+            drafts = draw(req.index, req.position, steps, acceptance)
+            accepted.append(drafts)
+            req.position += drafts + 1
+        mean_context = context_tokens / batch_size
+        seconds = self._surface.decode_seconds(steps, batch_size, mean_context)
+        if self._on_decode is not None:
+            self._on_decode(Decode(at, steps, self.policy.held_steps, batch_size, mean_context, acceptance, seconds))
         return Result(
-            done_at=self._occupy_gpu(self._surface.decode_seconds(steps, batch_size)),
-            accepted=[self._draw_accepted(steps, acceptance) for _ in range(batch_size)],
+            done_at=self._occupy_gpu(seconds),
+            accepted=accepted,
             speculative_num_draft_tokens=steps + 1,
             can_run_cuda_graph=batch_size <= self._surface.captured_batch_sizes[-1],
         )
-
-    def _draw_accepted(self, steps: int, acceptance: float) -> int:
-        accepted = 0
-        while accepted < steps and self._rng.random() < acceptance:
-            accepted += 1
-        return accepted
 
     def _occupy_gpu(self, seconds: float) -> float:
         """Queue ``seconds`` of work behind what the GPU has, and return when it will be done."""
@@ -389,7 +453,8 @@ class SimServer:
         if not batch.forward_mode.is_decode():
             self._wait_for(result)
             for req in batch.reqs:
-                self._tokens += req.emit(1)
+                req.first_token_at = self._elapsed()
+                self._emit(req, 1)
             return
         # plugin.py's hook around process_batch_result_decode, and what is inside of it.
         ended = self.agent.settling(batch)
@@ -398,12 +463,20 @@ class SimServer:
         self.policy.on_verify_complete(result.accepted, len(batch.reqs))
         for req, accepted in zip(batch.reqs, result.accepted, strict=True):
             if req.finished_reason is None:
-                self._tokens += req.emit(accepted + 1)
+                self._emit(req, accepted + 1)
         self.agent.settled(batch, result, ended)
         steps = result.speculative_num_draft_tokens - 1
         self._steps[steps] += 1
         self._switches += self._previous_steps not in (None, steps)
         self._previous_steps = steps
+
+    def _emit(self, req: Req, tokens: int) -> None:
+        self._tokens += req.emit(tokens)
+        if req.finished_reason is None:
+            return
+        self._kv_reserved -= self.kv_needed(req)
+        if self._on_end is not None and (following := self._on_end(req, self._elapsed())) is not None:
+            self._to_come.append(following)
 
     def _wait_for(self, result: Result) -> None:
         """``result.copy_done.synchronize()``."""

@@ -1,10 +1,24 @@
-"""What a step costs a simulated GPU: a ``LatencySurface``, and that of a measured card, ``H200_8B``."""
+"""What a step costs a simulated GPU.
+
+Two shapes of surface, both asked through ``Surface``:
+
+    LatencySurface   by steps (K) and batch size; ``H200_8B``, the card of the demo, is one
+    ContextSurface   by steps, batch size and mean context; ``load_surface`` gives those of replay:
+                     measured ones (``surfaces/*.json``, made by ``benchmarks/make_surfaces.py``)
+                     and two synthetic ones, ``moe`` and ``context``
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
 
 
 def acceptance_length(acceptance: float, steps: int) -> float:
@@ -17,6 +31,20 @@ def acceptance_length(acceptance: float, steps: int) -> float:
     2.533
     """
     return sum(acceptance**position for position in range(steps + 1))
+
+
+class Surface(Protocol):
+    """What a simulated server asks of its GPU."""
+
+    @property
+    def captured_batch_sizes(self) -> tuple[int, ...]:
+        """Batch sizes with a CUDA graph, rising; smaller batches are padded to one of them."""
+
+    def decode_seconds(self, steps: int, batch_size: int, mean_context: float = 0.0) -> float:
+        """Return the seconds of one step; ``mean_context`` in tokens per request."""
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Return the seconds of a prefill of ``tokens`` prompt tokens."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +72,8 @@ class LatencySurface:
         index = bisect_left(self.captured_batch_sizes, batch_size)
         return self.captured_batch_sizes[index] if index < len(self.captured_batch_sizes) else batch_size
 
-    def decode_seconds(self, steps: int, batch_size: int) -> float:
-        """Return the seconds of one step; ValueError for a K above the largest that has a curve."""
+    def decode_seconds(self, steps: int, batch_size: int, mean_context: float = 0.0) -> float:  # noqa: ARG002
+        """Return the seconds of one step at any context; ValueError for a K above the largest that has a curve."""
         batch = self.padded(batch_size)
         if steps in self.curves:
             return _linear(self.curves[steps], batch)
@@ -94,3 +122,211 @@ that was slower than every speculative setting (1972 tokens/s at batch 16, not 2
 Prefill: an estimate, not a measurement. 2 * 8e9 FLOP a token at half of the card's 989
 TFLOP/s (dense bf16), on top of what a decode step of one request takes.
 """
+
+
+# -- surfaces by context --
+
+CAPTURED_BATCH_SIZES = (1, 2, 4, *range(8, 257, 8))
+"""SGLang's list for a server without speculation, up to 256 requests."""
+
+PREFILL_BASE_SECONDS = H200_8B.prefill_base_seconds
+PREFILL_SECONDS_PER_TOKEN = H200_8B.prefill_seconds_per_token
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of one K: ``seconds[i][j]`` at the i-th captured batch size and the j-th of ``contexts``."""
+
+    contexts: tuple[float, ...]
+    """Tokens per request, rising, at least two."""
+    seconds: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class ContextSurface:
+    """Seconds of a decode step by steps (K), batch size and mean context, and of a prefill by tokens.
+
+    A batch costs what the captured size that it is padded to costs: a staircase. In the context
+    it is linear between the points, and beyond them as steep as before; so it is above the
+    largest captured size, where steps run eagerly, in the batch size.
+
+    >>> surface = ContextSurface((1, 4), {0: Costs((0.0, 100.0), ((1.0, 2.0), (2.0, 6.0)))})
+    >>> [surface.decode_seconds(0, batch, 50.0) for batch in (1, 3, 4, 7)]
+    [1.5, 4.0, 4.0, 6.5]
+    >>> surface.decode_seconds_of(0, np.array([1, 3]), np.array([50.0, 200.0])).tolist()
+    [1.5, 10.0]
+    """
+
+    captured_batch_sizes: tuple[int, ...]
+    costs: Mapping[int, Costs]
+    """By K."""
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Every K that has costs, rising."""
+        return tuple(sorted(self.costs))
+
+    def decode_seconds(self, steps: int, batch_size: int, mean_context: float = 0.0) -> float:
+        """Return the seconds of one step; KeyError for a K without costs."""
+        costs = self.costs[steps]
+        sizes = self.captured_batch_sizes
+        index = bisect_left(sizes, batch_size)
+        column, part = _segment(costs.contexts, mean_context)
+        if index == len(sizes):
+            below, above = (_between(costs.seconds[i], column, part) for i in (index - 2, index - 1))
+            return above + (above - below) * (batch_size - sizes[-1]) / (sizes[-1] - sizes[-2])
+        return _between(costs.seconds[index], column, part)
+
+    def decode_seconds_of(
+        self, steps: int, batch_sizes: npt.NDArray[Any], mean_contexts: npt.NDArray[Any]
+    ) -> npt.NDArray[np.float64]:
+        """Return the seconds of many steps of one K; none of them above the largest captured size."""
+        costs = self.costs[steps]
+        contexts, seconds = np.array(costs.contexts), np.array(costs.seconds)
+        row = np.searchsorted(self.captured_batch_sizes, batch_sizes)
+        column = np.clip(np.searchsorted(contexts, mean_contexts), 1, len(contexts) - 1) - 1
+        part = (mean_contexts - contexts[column]) / (contexts[column + 1] - contexts[column])
+        found = seconds[row, column] * (1.0 - part) + seconds[row, column + 1] * part
+        least: npt.NDArray[np.float64] = LEAST_OF_FIRST * seconds[row, 0]
+        return np.asarray(np.maximum(found, least), np.float64)
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Return the seconds of a prefill of ``tokens`` prompt tokens: the estimate of ``H200_8B``."""
+        return PREFILL_BASE_SECONDS + tokens * PREFILL_SECONDS_PER_TOKEN
+
+
+LEAST_OF_FIRST = 0.6
+"""Below the first measured context a step costs at least this share of what it costs there: the line
+through steep measurements would soon be below 0."""
+
+
+def _segment(points: Sequence[float], x: float) -> tuple[int, float]:
+    """Return the index of the point left of ``x``, and how far ``x`` lies towards the next (1 = there)."""
+    left = min(max(bisect_left(points, x), 1), len(points) - 1) - 1
+    return left, (x - points[left]) / (points[left + 1] - points[left])
+
+
+def _between(values: Sequence[float], left: int, part: float) -> float:
+    return max(values[left] * (1.0 - part) + values[left + 1] * part, LEAST_OF_FIRST * values[0])
+
+
+@dataclass(frozen=True)
+class NamedSurface:
+    """A server to simulate: what its steps cost with speculation configured, and without."""
+
+    name: str
+    label: str
+    """One line for a reader of results: where the figures come from, and what is not measured."""
+    speculating: ContextSurface
+    plain: ContextSurface
+    """The server started without speculation: K=0 only."""
+
+
+class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds of one step: of arm "none" or "K=...", at a batch size and a mean context."""
+
+    arm: str
+    batch_size: int
+    context: float
+    seconds: float
+    measured: bool
+    """Or extrapolated, see ``benchmarks/make_surfaces.py``."""
+
+
+class SurfaceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``surfaces/*.json``: every arm at the same batch sizes, and at the same contexts for each of them."""
+
+    label: str
+    cells: list[Cell]
+
+    def surface(self, name: str) -> NamedSurface:
+        """Put the measured batch sizes on the captured ones, once."""
+        by_arm: dict[str, dict[int, list[tuple[float, float]]]] = {}
+        for cell in self.cells:
+            by_arm.setdefault(cell.arm, {}).setdefault(cell.batch_size, []).append((cell.context, cell.seconds))
+        costs = {arm: _on_captured_sizes(lines) for arm, lines in by_arm.items()}
+        plain = ContextSurface(CAPTURED_BATCH_SIZES, {0: costs.pop("none")})
+        speculating = {int(arm.removeprefix("K=")): found for arm, found in costs.items()}
+        return NamedSurface(name, self.label, ContextSurface(CAPTURED_BATCH_SIZES, speculating), plain)
+
+
+def _on_captured_sizes(lines: dict[int, list[tuple[float, float]]]) -> Costs:
+    """Interpolate linearly in the batch size; ``lines`` are (context, seconds) points by batch size."""
+    sizes = sorted(lines)
+    contexts = tuple(context for context, _ in sorted(lines[sizes[0]]))
+    measured = [[seconds for _, seconds in sorted(lines[size])] for size in sizes]
+    rows = []
+    for batch in CAPTURED_BATCH_SIZES:
+        row, part = _segment(sizes, batch)
+        rows.append(tuple(_between(pair, 0, part) for pair in zip(measured[row], measured[row + 1], strict=True)))
+    return Costs(contexts, tuple(rows))
+
+
+_STEPS = (0, 1, 2, 3, 5, 7)
+_CONTEXTS = (0.0, 32768.0)
+
+
+def _synthetic(name: str, label: str, seconds: Callable[[int, int, float], float], plain: float) -> NamedSurface:
+    """Tabulate ``seconds(K, batch, context)``, linear in the context; no speculation costs ``plain`` of K=0."""
+
+    def costs(steps: int, share: float = 1.0) -> Costs:
+        return Costs(
+            _CONTEXTS,
+            tuple(tuple(share * seconds(steps, batch, at) for at in _CONTEXTS) for batch in CAPTURED_BATCH_SIZES),
+        )
+
+    speculating = ContextSurface(CAPTURED_BATCH_SIZES, {steps: costs(steps) for steps in _STEPS})
+    return NamedSurface(name, label, speculating, ContextSurface(CAPTURED_BATCH_SIZES, {0: costs(0, plain)}))
+
+
+def _moe_seconds(steps: int, batch: int, context: float) -> float:
+    """128 experts, 8 a token: n tokens touch 1 - (1 - 8/128)^n of them if they choose independently.
+
+    Reading all experts takes 12 ms, the rest of the model 3 ms, a draft step 0.25 ms, the
+    arithmetic 15 us a token, and attention reads 10 ns a token of context.
+    """
+    tokens = batch * (steps + 1)
+    touched = 1.0 - (1.0 - 8 / 128) ** tokens
+    return 0.003 + 0.012 * touched + 0.00025 * steps + 15e-6 * tokens + 10e-9 * batch * context
+
+
+def _context_seconds(steps: int, batch: int, context: float) -> float:
+    """8 ms to read the weights, 60 us a verified token, 0.6 ms a draft step, and 60 ns a token of context.
+
+    The KV cache is read once a step however many drafts are verified, so at long context
+    speculation is nearly free and at short context the verified tokens are the cost.
+    """
+    return 0.008 + 60e-6 * batch * (steps + 1) + 0.0006 * steps + 60e-9 * batch * context
+
+
+def _moe() -> NamedSurface:
+    label = "synthetic: a mixture of experts, whose verify cost grows steeply with the tokens until all are touched"
+    return _synthetic("moe", label, _moe_seconds, 0.92)
+
+
+def _context() -> NamedSurface:
+    label = "synthetic: speculation loses at short context and wins at long, as in vllm #49986"
+    return _synthetic("context", label, _context_seconds, 0.96)
+
+
+_IN_CODE = {"context": _context, "moe": _moe}
+
+
+def surface_names() -> list[str]:
+    """Return every name that ``load_surface`` takes."""
+    packaged = [file.name for file in files("controller").joinpath("surfaces").iterdir()]
+    return sorted([*_IN_CODE, *(name.removesuffix(".json") for name in packaged if name.endswith(".json"))])
+
+
+def load_surface(name: str) -> NamedSurface:
+    """Return a surface by name; ValueError lists the known ones.
+
+    >>> surface_names()
+    ['context', 'h200-native-skip', 'h200-sglang', 'h200-triton', 'moe']
+    """
+    if name not in surface_names():
+        raise ValueError(f"no surface is called {name!r}: use one of {', '.join(surface_names())}")
+    if name in _IN_CODE:
+        return _IN_CODE[name]()
+    data = files("controller").joinpath("surfaces", f"{name}.json").read_bytes()
+    return msgspec.json.decode(data, type=SurfaceFile).surface(name)

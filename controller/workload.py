@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import heapq
+import math
 import random
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,61 @@ class Workload:
         index = bisect_right(self.phases, at, key=lambda phase: phase.start)
         return self.phases[max(index - 1, 0)].acceptance
 
+
+# -- which drafts are accepted --
+
+
+class Draws(Protocol):
+    """Decides how many drafts of a step are accepted."""
+
+    def accepted(self, request: int, position: int, steps: int, acceptance: float) -> int:
+        """Return how many of ``steps`` drafts for ``request`` are, the first at output ``position``."""
+
+
+class SequentialDraws:
+    """Each draft takes the generator's next number."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._random = rng.random
+
+    def accepted(self, request: int, position: int, steps: int, acceptance: float) -> int:  # noqa: ARG002
+        """Return the length of the accepted run."""
+        accepted = 0
+        while accepted < steps and self._random() < acceptance:
+            accepted += 1
+        return accepted
+
+
+class KeyedDraws:
+    """Every output position of every request has its one number, whoever asks, and however often.
+
+    So two policies see the same texts (common random numbers): what one accepts at a position the
+    other accepts too. A request's numbers are a stretch of one ring of 2^18, at a start of its own.
+
+    >>> draws = KeyedDraws(seed=1)
+    >>> [draws.accepted(7, position, 3, 0.7) for position in (1, 2, 3, 4, 5)]
+    [3, 3, 2, 1, 0]
+    """
+
+    _SIZE = 1 << 18
+    _LONGEST = 64
+
+    def __init__(self, seed: int) -> None:
+        ring = np.random.default_rng([seed, 1]).random(self._SIZE)
+        self._ring: list[float] = [*ring.tolist(), *ring[: self._LONGEST].tolist()]
+
+    def accepted(self, request: int, position: int, steps: int, acceptance: float) -> int:
+        """Return the length of the accepted run; ``steps`` up to 64."""
+        ring = self._ring
+        # Knuth's multiplicative hash spreads the starts over the ring.
+        start = at = ((request * 2654435761 % (1 << 32) >> 14) + position) % self._SIZE
+        end = start + steps
+        while at < end and ring[at] < acceptance:
+            at += 1
+        return at - start
+
+
+# -- the demo's --
 
 QUIET_CLIENTS = 3
 BURST_CLIENTS = (42, 60)
@@ -80,3 +143,107 @@ def _clients(
         answer = arrival.output_tokens / tokens_per_second
         heapq.heappush(waiting, at + answer + rng.expovariate(1.0 / pause))
     return arrivals
+
+
+# -- replay's --
+
+ACCEPTANCE_BETWEEN = (0.3, 0.9)
+ACCEPTANCE_SECONDS = 60.0
+
+
+def acceptance_path(seconds: float, seed: int) -> tuple[Phase, ...]:
+    """Return an acceptance drawn anew every minute, evenly between 0.3 and 0.9; the longer path goes on alike."""
+    rng = random.Random(f"acceptance {seed}")  # noqa: S311
+    phases = math.ceil(seconds / ACCEPTANCE_SECONDS)
+    return tuple(
+        Phase(index * ACCEPTANCE_SECONDS, f"minute {index}", rng.uniform(*ACCEPTANCE_BETWEEN))
+        for index in range(max(phases, 1))
+    )
+
+
+def generated_requests(count: int, seed: int) -> list[Arrival]:
+    """Return made-up requests, one a second on average, at a rate that changes at random times.
+
+    Lengths are lognormal: prompts around 600 tokens, answers around 160, as those of chat are
+    roughly. The rate is drawn anew for every 200 requests, between a fifth of the mean and nearly
+    twice it.
+    """
+    rng = random.Random(f"requests {seed}")  # noqa: S311
+    at, rate = 0.0, 1.0
+    arrivals = []
+    for index in range(count):
+        if index % 200 == 0:
+            rate = rng.uniform(0.2, 1.8)
+        at += rng.expovariate(rate)
+        prompt = min(max(round(rng.lognormvariate(math.log(600), 0.9)), 8), 8192)
+        output = min(max(round(rng.lognormvariate(math.log(160), 0.8)), 2), 2048)
+        arrivals.append(Arrival(at, prompt, output))
+    return arrivals
+
+
+ARRIVAL_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+class ArrivalsError(ValueError):
+    """A file of arrivals that cannot be used; the text names file, line and column."""
+
+
+def read_arrivals(path: Path) -> list[Arrival]:
+    """Read a CSV file with the columns of Azure's LLM traces; times become seconds after the first.
+
+    TIMESTAMP is ISO 8601 or a number of seconds; the tokens are whole numbers above 0.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.reader(file)
+            header = [name.strip() for name in next(reader, [])]
+            missing = [name for name in ARRIVAL_COLUMNS if name not in header]
+            if missing:
+                raise ArrivalsError(
+                    f"{path}:1: column {missing[0]} is missing; wanted {', '.join(ARRIVAL_COLUMNS)}, "
+                    f"found {', '.join(header) or 'an empty line'}"
+                )
+            columns = [header.index(name) for name in ARRIVAL_COLUMNS]
+            arrivals = [
+                _arrival(row, columns, header, f"{path}:{reader.line_num}")
+                for row in reader
+                if any(map(str.strip, row))
+            ]
+    except OSError as error:
+        raise ArrivalsError(f"{path}: {error.strerror or error}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ArrivalsError(f"{path}: not a CSV file: {error}") from error
+    if len(arrivals) < 2:
+        raise ArrivalsError(f"{path}: {len(arrivals)} requests, at least 2 are needed")
+    arrivals.sort(key=lambda arrival: arrival.at)
+    begin = arrivals[0].at
+    if arrivals[-1].at == begin:
+        raise ArrivalsError(f"{path}: all requests have one TIMESTAMP, no rate can be told")
+    return [Arrival(arrival.at - begin, arrival.prompt_tokens, arrival.output_tokens) for arrival in arrivals]
+
+
+def _arrival(row: list[str], columns: Sequence[int], header: list[str], where: str) -> Arrival:
+    if len(row) != len(header):
+        raise ArrivalsError(f"{where}: {len(row)} values, the header has {len(header)}")
+    timestamp, *tokens = (row[column].strip() for column in columns)
+    counts = []
+    for name, text in zip(ARRIVAL_COLUMNS[1:], tokens, strict=True):
+        if not text.isdecimal() or int(text) < 1:
+            raise ArrivalsError(f"{where}: {name} is {text!r}, not a whole number above 0")
+        counts.append(int(text))
+    return Arrival(_seconds(timestamp, where), *counts)
+
+
+def _seconds(text: str, where: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            # Azure writes seven digits of a second, Python reads six.
+            moment = datetime.fromisoformat(text[:26] if len(text) == 27 else text)
+        except ValueError:
+            raise ArrivalsError(f"{where}: TIMESTAMP is {text!r}, neither a time nor seconds") from None
+        seconds = moment.timestamp() if moment.tzinfo else (moment - datetime(1970, 1, 1)).total_seconds()
+    if not math.isfinite(seconds):
+        raise ArrivalsError(f"{where}: TIMESTAMP is {text!r}, neither a time nor seconds")
+    return seconds

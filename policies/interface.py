@@ -59,8 +59,8 @@ class Plan:
     """Alternatives (steps, probability) by cell."""
     block_steps: int = 1
 
-    def table(self, epoch: int, lease_seconds: float, policy: str) -> DecisionTable:
-        """Put the plan on the wire."""
+    def table(self, epoch: int, lease_seconds: float, policy: str, seed: int = 0) -> DecisionTable:
+        """Put the plan on the wire; ``seed`` stays the same for all plans of a server."""
         return DecisionTable(
             epoch=epoch,
             lease_seconds=lease_seconds,
@@ -72,6 +72,7 @@ class Plan:
             min_dwell_steps=self.min_dwell_steps,
             explore={cell: list(row) for cell, row in self.explore.items()},
             block_steps=self.block_steps,
+            seed=seed,
         )
 
 

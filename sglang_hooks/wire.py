@@ -195,6 +195,8 @@ class DecisionTable(msgspec.Struct, frozen=True, array_like=True, tag="table"):
     """Alternatives (steps, probability) by cell; the rest of the mass is the ordinary choice."""
     block_steps: int = 1
     """Length of an exploration block in forward passes: one draw holds for all of it."""
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
+    """Where the sequence of draws begins: random per server, the same in all its tables."""
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True, tag="lease"):

@@ -1,0 +1,359 @@
+"""How many drafts a server's requests accept: a discounted Beta-Bernoulli chain with a change detector.
+
+    record -> trials by position -> evidence of the pool and of the record's band -> hazards -> length
+
+A record's rows are trials: draft j of a request was a trial if the j-1 before it were accepted, a
+success if it was too. Beyond a request's end, beyond K, and at K=0 there is no trial, and what is
+censored biases nothing (Kaplan & Meier 1958). The hazard h_j = P(draft j accepted | drafts 1..j-1
+accepted) gives the tokens per request and step at K drafts:
+
+    L_K = 1 + sum_{j<=K} prod_{i<=j} h_i        (the 1 is the bonus token)
+
+*Samples* are trials after weighting; the time of this model is records and their samples, no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
+
+from policies.interface import Grid
+from sglang_hooks.wire import MASKED, StepRecord
+
+BANDS = Grid((4, 32), (1024, 4096, 16384))
+"""Batch sizes and context tokens within which acceptance is taken to be the same."""
+
+HALF_LIFE_SAMPLES, HALF_LIFE_STEPS = 256.0, 32.0
+"""Evidence halves after whichever of the two is longer: 256 steps at batch 1, 32 steps from batch 8 on.
+
+The floor in steps is there since a step's rows are the same requests as the step before's: what 32
+steps of 64 requests show are 64 texts. The sum of the weights, taken as the number of samples, is
+half of Kish's effective size of exponential weights, so intervals allow for a design effect of two.
+"""
+STALE_RATE = 0.125
+"""Positions beyond a record's K age this much slower: nothing newer replaces what they know."""
+
+RECORD_SAMPLES, RECORD_FLOOR, RECORD_SHARE = 32.0, 4.0, 0.25
+"""A record counts at a position for FLOOR + SHARE * (samples known there), at most for RECORD_SAMPLES."""
+
+PRIOR_STRENGTH, FIRST_MEAN, CHAIN_DECAY = 4.0, 0.5, 0.98
+"""The prior of h_1 is Agresti & Coull's two successes and two failures (1998); that of h_j has as many
+samples around CHAIN_DECAY * h_{j-1}: measured drafters fall off slowly, but what was never tried is wide."""
+STORED_SAMPLES = 32.0
+"""A stored prior counts for this many samples a position, at most."""
+
+TILT = 1.0
+"""Log-odds by which the detector's alternatives lie above and below the hazards known (0.8 to 0.6 or 0.92)."""
+ALARM_NATS = 30.0
+"""Independent samples give one false alarm in e^A of them (Lorden 1971), so A = 10 for 20,000 samples.
+Three times that, since a request's samples are alike: a single odd request at batch 1 is no change."""
+ALARM_RECORDS = 4
+"""No fewer records than this raise an alarm."""
+ARM_SAMPLES, REFRESH_RECORDS, RUN_RECORDS = 64.0, 8, 256
+"""The detector relies on positions with so many samples, looks so often, and remembers so far back."""
+CHANGED_SAMPLES, OLD_SAMPLES = 64.0, 4.0
+"""After a change what was seen since counts for at most the former, what was before for the latter."""
+
+BROKEN_HAZARD, BROKEN_SAMPLES, BROKEN_LEVEL = 0.05, 200.0, 0.99
+
+Hazard = tuple[float, float, float]
+"""Mean, own variance, and by how much it moves with the hazard of the position before."""
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(eq=False)
+class _Evidence:
+    """Discounted trials and accepted drafts by position."""
+
+    trials: list[float]
+    passed: list[float]
+
+    def rows(self) -> Iterator[tuple[float, float]]:
+        """Trials and accepted drafts of each position."""
+        return zip(self.trials, self.passed, strict=True)
+
+    def add(self, trials: Sequence[int], passed: Sequence[int]) -> None:
+        """Forget a little, and count one record, which went ``len(trials)`` positions deep."""
+        known, good = self.trials, self.passed
+        samples = min(trials[0], RECORD_SAMPLES, RECORD_FLOOR + RECORD_SHARE * known[0])
+        keep = 0.5 ** min(samples / HALF_LIFE_SAMPLES, 1.0 / HALF_LIFE_STEPS)
+        for j, count in enumerate(trials):
+            limit = RECORD_FLOOR + RECORD_SHARE * known[j]
+            if limit > RECORD_SAMPLES:
+                limit = RECORD_SAMPLES
+            weight = limit / count if count > limit else 1.0
+            known[j] = known[j] * keep + weight * count
+            good[j] = good[j] * keep + weight * passed[j]
+        if len(trials) < len(known):
+            keep **= STALE_RATE
+            for j in range(len(trials), len(known)):
+                known[j] *= keep
+                good[j] *= keep
+
+    def capped(self, samples: float) -> _Evidence:
+        """Return the same with at most ``samples`` at every position."""
+        scaled = [good * min(1.0, samples / known) if known else 0.0 for known, good in self.rows()]
+        return _Evidence([min(known, samples) for known in self.trials], scaled)
+
+    def restart(self, since: _Evidence) -> None:
+        """Start anew from what was seen ``since`` a change."""
+        old = self.capped(OLD_SAMPLES)
+        self.trials = [before + new for before, new in zip(old.trials, since.trials, strict=True)]
+        self.passed = [before + new for before, new in zip(old.passed, since.passed, strict=True)]
+
+    def posterior(self) -> list[Hazard]:
+        """Return h_j ~ Beta(s m_j + passed, s (1 - m_j) + failed), s = PRIOR_STRENGTH, m_j = CHAIN_DECAY h_{j-1}."""
+        prior, chain = FIRST_MEAN, 0.0
+        hazards = []
+        for known, good in self.rows():
+            total = PRIOR_STRENGTH + known
+            mean = (PRIOR_STRENGTH * prior + good) / total
+            hazards.append((mean, mean * (1.0 - mean) / (total + 1.0), chain / total))
+            prior, chain = CHAIN_DECAY * mean, CHAIN_DECAY * PRIOR_STRENGTH
+        return hazards
+
+
+@dataclass(eq=False)
+class _Cusum:
+    """Page's CUSUM (1954) of what records say for hazards of other log-odds, by ``tilt``, than those known.
+
+    Against hazards h that alternative has, of x passed in n trials, the log-likelihood ratio
+    tilt x - n log(1 - h + h e^tilt). Its sum is set to 0 whenever it falls below; so the records
+    since it left 0, its run, are those after the change.
+    """
+
+    tilt: float
+    logs: list[float] = field(default_factory=list)
+    total: float = 0.0
+    run: deque[tuple[Sequence[int], Sequence[int]]] = field(default_factory=lambda: deque(maxlen=RUN_RECORDS))
+
+    def refresh(self, evidence: _Evidence) -> None:
+        """Take the hazards as they are now, down to the first position that has too few samples."""
+        self.logs.clear()
+        for known, (mean, _, _) in zip(evidence.trials, evidence.posterior(), strict=True):
+            if known < ARM_SAMPLES:
+                break
+            self.logs.append(math.log(1.0 - mean + mean * math.exp(self.tilt)))
+
+    def alarm(self, trials: Sequence[int], passed: Sequence[int]) -> bool:
+        """Take one record in; does the sum say that there was a change?"""
+        gain = 0.0
+        for log, count, good in zip(self.logs, trials, passed, strict=False):
+            gain += self.tilt * good - count * log
+        self.total += min(gain, ALARM_NATS / ALARM_RECORDS)
+        if self.total > 0.0:
+            self.run.append((trials, passed))
+            return self.total >= ALARM_NATS
+        self.total = 0.0
+        self.run.clear()
+        return False
+
+    def since(self, max_steps: int) -> _Evidence:
+        """Return the evidence of the run."""
+        seen = _Evidence([0.0] * max_steps, [0.0] * max_steps)
+        for trials, passed in self.run:
+            for j, count in enumerate(trials):
+                seen.trials[j] += count
+                seen.passed[j] += passed[j]
+        return seen.capped(CHANGED_SAMPLES)
+
+
+class _Band(_Evidence):
+    """The evidence of one band of batch size and context, and its detector, upward and downward."""
+
+    def __init__(self, max_steps: int) -> None:
+        super().__init__([0.0] * max_steps, [0.0] * max_steps)
+        self._records, self._cusums = 0, (_Cusum(TILT), _Cusum(-TILT))
+
+    def change(self, trials: Sequence[int], passed: Sequence[int]) -> _Evidence | None:
+        """Hold a record against the hazards known; return what was seen since the change, if there is one."""
+        for cusum in self._cusums:
+            if self._records % REFRESH_RECORDS == 0:
+                cusum.refresh(self)
+            if cusum.alarm(trials, passed):
+                return cusum.since(len(self.trials))
+        self._records += 1
+        return None
+
+    def restart(self, since: _Evidence) -> None:
+        """Start anew, the detector too."""
+        super().restart(since)
+        self._records, self._cusums = 0, (_Cusum(TILT), _Cusum(-TILT))
+
+
+class AcceptanceModel:
+    """Acceptance of one server by position, batch size and context: ``learn`` every record, then ask.
+
+    A band *is* the pool unless a test tells them apart (Bancroft's preliminary-test estimator, 1944,
+    with a ramp for its step): the weight of its own hazards is G/q - 1 within 0..1, where G is the
+    squared difference in units of its variance over the m positions tried, and q = 2m + 10 about the
+    99.9 % quantile of G where there is no difference.
+
+    Where n samples are known, the trials of one record move h_j, in the pool or a band, by at most
+    c / (c + 4 + n) with c = min(32, 4 + n/4): 1/2 from nothing, 1/4 from 33 samples on, 0.02 in the
+    steady state of large batches (and 0.006 by what is forgotten). One request counts for 1 sample.
+    Only an alarm does more, and at least four records raise it.
+
+    >>> from tests.messages import record
+    >>> model = AcceptanceModel(max_steps=3)
+    >>> for seq in range(100):
+    ...     model.learn(record(record_seq=seq, accepted_drafts=[3, 1, 0, 3, -1], batch_size=5))
+    >>> [round(float(hazard), 3) for hazard in model.hazard(5, 40.0)]
+    [0.746, 0.668, 0.989]
+    >>> tuple(round(float(length[3]), 2) for length in model.lengths(5, 40.0))
+    (2.74, 2.57, 2.9)
+    """
+
+    def __init__(self, max_steps: int) -> None:
+        """``max_steps``: the largest K asked about, at least 1; deeper drafts of a record are ignored."""
+        if max_steps < 1:
+            raise ValueError(f"max_steps = {max_steps} must be at least 1")
+        self.changes = 0
+        """Alarms so far."""
+        self.change_seq = -1
+        """``record_seq`` of the last alarm; -1 before any."""
+        self._max_steps = max_steps
+        self._pool = _Evidence([0.0] * max_steps, [0.0] * max_steps)
+        self._bands = [_Band(max_steps) for _ in range(BANDS.cells)]
+
+    @property
+    def samples(self) -> float:
+        """Effective samples at position 1, of all bands together."""
+        return self._pool.trials[0]
+
+    @property
+    def drafter_broken(self) -> bool:
+        """Is h_1 below 0.05 with a posterior probability of 99 %, by 200 samples or more?"""
+        mean, variance, _ = self._pool.posterior()[0]
+        bound = mean + NormalDist().inv_cdf(BROKEN_LEVEL) * math.sqrt(variance)
+        return self.samples >= BROKEN_SAMPLES and bound < BROKEN_HAZARD
+
+    def learn(self, step: StepRecord) -> None:
+        """Take one record in. Rows that are masked, and steps of K=0, say nothing."""
+        accepted = step.accepted_drafts
+        reached = len(accepted) - accepted.count(MASKED)
+        depth = min(step.draft_tokens - 1, self._max_steps)
+        if depth < 1 or reached == 0:
+            return
+        ended = [accepted[row] for row in step.truncated]
+        trials, passed = [], []
+        for position in range(depth):
+            trials.append(reached - ended.count(position) if ended else reached)
+            reached -= accepted.count(position)
+            passed.append(reached)
+        band = self._bands[BANDS.cell(step.batch_size, step.context_tokens / max(step.batch_size, 1))]
+        since = band.change(trials, passed)
+        if since is None:
+            band.add(trials, passed)
+            self._pool.add(trials, passed)
+        else:
+            self.changes += 1
+            self.change_seq = step.record_seq
+            self._restart(band, since)
+
+    def expected_length(self, steps: int, batch_size: int, mean_context: float) -> float:
+        """Return tokens per request and step at ``steps`` drafts, bonus token included."""
+        return float(self.lengths(batch_size, mean_context)[0][steps])
+
+    def interval(self, steps: int, batch_size: int, mean_context: float, level: float = 0.95) -> tuple[float, float]:
+        """Return the credible interval of ``expected_length``."""
+        _, low, high = self.lengths(batch_size, mean_context, level)
+        return float(low[steps]), float(high[steps])
+
+    def hazard(self, batch_size: int, mean_context: float) -> FloatArray:
+        """Return h_1..h_max_steps, shape (max_steps,)."""
+        return np.array([mean for mean, _, _ in self._hazards(batch_size, mean_context)])
+
+    def lengths(
+        self, batch_size: int, mean_context: float, level: float = 0.95
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Return mean, low and high of L_K for K = 0..max_steps, three arrays of shape (max_steps + 1,).
+
+        Delta method: with P_j the product of the hazards down to j, dh_j = e_j + k_j dh_{j-1} (e_j of
+        the own variance, independent), dP_j = h_j dP_{j-1} + P_{j-1} dh_j and dL_j = dL_{j-1} + dP_j,
+        whose covariances are carried along. The interval is the wider of the one on L and the one on
+        the log-odds of (L-1)/K, which is right-skewed where little is known; both end at 1 and 1+K.
+        """
+        z = NormalDist().inv_cdf(0.5 + 0.5 * level)
+        product = length = 1.0
+        hh = hp = hl = pp = pl = ll = 0.0
+        rows = [(1.0, 1.0, 1.0)]
+        for steps, (mean, variance, chain) in enumerate(self._hazards(batch_size, mean_context), start=1):
+            hp, hl, hh = chain * hp, chain * hl, variance + chain * chain * hh
+            pl = mean * pl + product * hl
+            pp = mean * mean * pp + product * (2.0 * mean * hp + product * hh)
+            hp = mean * hp + product * hh
+            ll += 2.0 * pl + pp
+            pl += pp
+            hl += hp
+            product *= mean
+            length += product
+            margin = z * math.sqrt(ll)
+            won, lost = length - 1.0, 1.0 + steps - length
+            stretch = math.exp(margin * steps / (won * lost))
+            low = min(length - margin, 1.0 + steps * won / (won + lost * stretch))
+            high = max(length + margin, 1.0 + steps * won / (won + lost / stretch))
+            rows.append((length, max(low, 1.0), min(high, 1.0 + steps)))
+        means, lows, highs = np.array(rows).T
+        return means, lows, highs
+
+    def to_prior(self) -> dict[str, list[float]]:
+        """Return what is known of the pool, for JSON."""
+        pool = self._pool.capped(STORED_SAMPLES)
+        return {"trials": pool.trials, "passed": pool.passed}
+
+    @classmethod
+    def from_prior(cls, prior: dict[str, list[float]], max_steps: int | None = None) -> AcceptanceModel:
+        """Return a model that begins with what ``to_prior`` gave; ValueError if that makes no sense.
+
+        ``max_steps`` None: as many as the prior has.
+        """
+        trials, passed = prior.get("trials", []), prior.get("passed", [])
+        sane = all(0.0 <= good <= known < math.inf for good, known in zip(passed, trials, strict=False))
+        if len(trials) != len(passed) or not sane:
+            raise ValueError(f"a prior of acceptance has, by position, 0 <= passed <= trials: {prior}")
+        model = cls(len(trials) if max_steps is None else max_steps)
+        padding = [0.0] * model._max_steps
+        trials, passed = ([*counts, *padding][: model._max_steps] for counts in (trials, passed))
+        model._pool = _Evidence(trials, passed).capped(STORED_SAMPLES)
+        return model
+
+    def _restart(self, band: _Band, since: _Evidence) -> None:
+        """Restart ``band``; if it went with the pool, so do the pool and the bands that did too."""
+        pool = self._pool.posterior()
+        together = [other for other in self._bands if _weight(other, other.posterior(), pool) < 0.5]
+        if band in together:
+            self._pool.restart(since)
+            for other in together:
+                other.restart(since if other is band else since.capped(0.0))
+        else:
+            band.restart(since)
+
+    def _hazards(self, batch_size: int, mean_context: float) -> list[Hazard]:
+        """Return the hazards of a band, pooled as far as the evidence goes."""
+        band = self._bands[BANDS.cell(batch_size, mean_context)]
+        pool, own = self._pool.posterior(), band.posterior()
+        weight = _weight(band, own, pool)
+        rest = 1.0 - weight
+        if weight == 0.0:
+            return pool
+        # A mixture's variance: where the two disagree, not knowing which holds is part of it.
+        return [
+            (weight * h + rest * p, weight * v + rest * w + weight * rest * (h - p) ** 2, weight * k + rest * q)
+            for (h, v, k), (p, w, q) in zip(own, pool, strict=True)
+        ]
+
+
+def _weight(band: _Evidence, own: list[Hazard], pool: list[Hazard]) -> float:
+    distance, threshold = 0.0, 10.0
+    for known, (h, v, _), (p, w, _) in zip(band.trials, own, pool, strict=True):
+        if known >= PRIOR_STRENGTH:
+            distance += (h - p) ** 2 / (v + w)
+            threshold += 2.0
+    return min(max(distance / threshold - 1.0, 0.0), 1.0)

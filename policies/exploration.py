@@ -1,0 +1,124 @@
+"""How much to try what looks worse, and where: in expected time lost, never more than a budget.
+
+Two questions are answered, both as probabilities that the server draws from per block:
+
+- ``alternatives``: which other K of a cell may be better than they look. An arm is worth trying
+  by its expected improvement over the choice (Mockus 1978), which needs an estimate and its
+  standard error; an arm that no plausible value could make the best is not tried at all.
+- ``probe``: while a cell skips, nothing is seen of the draft, so acceptance may have come back
+  unnoticed. A probe tries speculation now and then, if some plausible acceptance could win.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BLOCK_STEPS = 4
+"""A block's first step carries the switch and teaches no cost; the other three do."""
+
+PROBE_STEPS = 2
+"""A probe asks for acceptance, which every step of it tells."""
+
+PROBE_PERIOD = 140
+"""Forward passes between two probes: 2 of 140 steps are 1.4 %."""
+
+WORTH_TRYING = 0.002
+"""Expected improvement, as a share of the choice's goodput, below which an arm is left alone."""
+
+MOST = 0.5
+"""Of a cell's blocks go to alternatives at most, even cold."""
+
+LEAST_LOSS = 0.3
+"""What a tried step counts at least, in steps: also an arm that loses nothing costs a switch and unrest."""
+
+
+@dataclass
+class Budget:
+    """Time that may be lost to exploration, counted in decode steps' worth.
+
+    It earns ``rate`` of every step and starts with ``initial`` steps' worth, so that a cold
+    start may learn fast and a settled server pays ``rate`` at most, in at most rate/LEAST_LOSS of
+    its steps (1.3 %).
+
+    >>> budget = Budget(rate=0.004, initial=30.0)
+    >>> budget.spend(steps=100, lost=10.0)
+    >>> round(budget.credit, 1)
+    20.4
+    """
+
+    rate: float = 0.004
+    initial: float = 40.0
+
+    def __post_init__(self) -> None:
+        self.credit = self.initial
+
+    def spend(self, steps: int, lost: float) -> None:
+        """Account for ``steps`` decode steps of which ``lost`` steps' worth of time was lost to exploring."""
+        self.credit = min(self.credit + self.rate * steps - lost, self.initial)
+
+    def reopen(self) -> None:
+        """On evidence of change: what was learned is less true than it was."""
+        self.credit = max(self.credit, self.initial / 2)
+
+    def affordable_rate(self, steps: int) -> float:
+        """Share of the next ``steps`` decode steps that may be lost."""
+        return max(self.credit, 0.0) / steps
+
+
+def expected_improvement(scores: Sequence[float], errors: Sequence[float], best: int) -> list[float]:
+    """Expected improvement of each arm over arm ``best``, as a share of its score.
+
+    ``scores`` in tokens per second, ``errors`` relative standard errors. The difference of two
+    arms is taken as normal: EI = s*phi(z) + d*Phi(z), with z = d/s (Mockus 1978; Jones et al. 1998).
+
+    >>> [round(x, 3) for x in expected_improvement([100.0, 99.0, 50.0], [0.02, 0.02, 0.02], 0)]
+    [0.0, 0.007, 0.0]
+    """
+    found = []
+    for arm, score in enumerate(scores):
+        if arm == best:
+            found.append(0.0)
+            continue
+        difference = score / scores[best] - 1.0
+        spread = math.hypot(errors[arm] * score / scores[best], errors[best])
+        if spread <= 0.0:
+            found.append(max(difference, 0.0))
+            continue
+        z = difference / spread
+        density = math.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
+        found.append(spread * density + difference * 0.5 * math.erfc(-z / math.sqrt(2.0)))
+    return found
+
+
+def alternatives(
+    arms: Sequence[int], scores: Sequence[float], errors: Sequence[float], best: int, rate: float
+) -> tuple[tuple[int, float], ...]:
+    """Return (K, probability) of the arms worth trying, losing at most ``rate`` of the time.
+
+    ``arms`` are the K, ``best`` the index of the choice. Each worthy arm gets a share of the rate
+    by its expected improvement; what it may be tried is that share over what a try costs.
+    """
+    improvement = expected_improvement(scores, errors, best)
+    worthy = [arm for arm, gain in enumerate(improvement) if gain > WORTH_TRYING]
+    total = sum(improvement[arm] for arm in worthy)
+    found = []
+    for arm in worthy:
+        loss = max(1.0 - scores[arm] / scores[best], LEAST_LOSS)
+        probability = min(rate * improvement[arm] / total / loss, MOST / len(worthy))
+        if probability > 1e-4:
+            found.append((arms[arm], probability))
+    return tuple(found)
+
+
+def probe(loss: float) -> float:
+    """Probability of a probing block of PROBE_STEPS, so that one comes every PROBE_PERIOD forward passes.
+
+    ``loss`` is the share of a probed step's time that is lost when nothing has changed; a dear
+    probe comes more rarely, so that at most 0.5 % of the time is lost.
+
+    >>> round(probe(0.1), 4), round(probe(0.8), 4)
+    (0.0143, 0.0063)
+    """
+    return min(PROBE_STEPS / PROBE_PERIOD, 0.005 / max(loss, 1e-9))

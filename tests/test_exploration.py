@@ -1,0 +1,66 @@
+"""Exploration: worth its price, within its budget, evenly spread."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.exploration import LEAST_LOSS, Budget, alternatives, expected_improvement, probe
+
+SCORES = st.lists(st.floats(1.0, 1e6), min_size=2, max_size=8)
+
+
+@given(SCORES, st.floats(0.0, 1.0))
+def test_expected_improvement_is_never_negative_and_at_least_the_difference(scores: list[float], error: float) -> None:
+    best = max(range(len(scores)), key=scores.__getitem__)
+    found = expected_improvement(scores, [error] * len(scores), best)
+    assert found[best] == 0.0
+    assert all(gain >= -1e-12 for gain in found)
+    worse = expected_improvement(scores, [error] * len(scores), 0)
+    assert all(gain >= score / scores[0] - 1.0 - 1e-9 for gain, score in zip(worse[1:], scores[1:], strict=True))
+
+
+def test_expected_improvement_agrees_with_sampling() -> None:
+    draws = random.Random(1)
+    scores, errors = [100.0, 97.0], [0.03, 0.05]
+    sampled = [max(draws.gauss(97, 4.85) - draws.gauss(100, 3.0), 0.0) / 100 for _ in range(200_000)]
+    assert expected_improvement(scores, errors, 0)[1] == pytest.approx(sum(sampled) / len(sampled), rel=0.02)
+
+
+def test_what_cannot_win_is_not_tried() -> None:
+    assert alternatives([0, 1, 3], [100.0, 60.0, 50.0], [0.02] * 3, 0, rate=0.1) == ()
+    ((arm, probability),) = alternatives([0, 1, 3], [100.0, 98.0, 50.0], [0.02] * 3, 0, rate=0.1)
+    assert arm == 1
+    assert 0.0 < probability <= 0.1 / LEAST_LOSS
+
+
+@given(SCORES, st.floats(0.001, 0.5), st.floats(0.0, 0.5))
+def test_what_is_tried_costs_at_most_the_rate(scores: list[float], error: float, rate: float) -> None:
+    best = max(range(len(scores)), key=scores.__getitem__)
+    tried = alternatives(list(range(len(scores))), scores, [error] * len(scores), best, rate)
+    lost = sum(p * (1.0 - scores[arm] / scores[best]) for arm, p in tried)
+    assert lost <= rate + 1e-9
+    assert sum(p for _, p in tried) <= 0.5 + 1e-9
+
+
+def test_a_budget_earns_its_rate_and_no_more() -> None:
+    budget = Budget()
+    budget.spend(1_000_000, 0.0)
+    assert budget.credit == budget.initial
+    spent = 0.0
+    for _ in range(100_000):
+        lost = min(budget.affordable_rate(100), 0.5)
+        spent += lost
+        budget.spend(1, lost)
+    assert spent <= budget.initial + 100_000 * budget.rate
+    budget.reopen()
+    assert budget.credit >= budget.initial / 2
+
+
+@given(st.floats(0.0, 1.0))
+def test_a_probe_loses_half_a_percent_at_most(loss: float) -> None:
+    assert probe(loss) * loss <= 0.005 + 1e-12
+    assert probe(loss) <= 2 / 140

@@ -1,0 +1,150 @@
+"""The learned policy, run as the controller runs it, against servers whose truth is known (virtual time)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from controller.replay import Judged, Run, Scenario, serve, simulate
+from controller.surface import NamedSurface, load_surface
+from controller.workload import generated_requests
+from policies.goodput import Goodput
+from sglang_hooks.table_policy import CompiledTable
+from tests.messages import hello, record
+
+REQUESTS = generated_requests(2000, seed=5)
+SERVER = hello(candidate_steps=[0, 1, 3], captured_batch_sizes=[1, 2, 4, 8, 16], max_running_requests=16)
+
+
+def scenario(surface: str | NamedSurface, concurrency: int, seconds: float, **changes: Any) -> Scenario:
+    named = load_surface(surface) if isinstance(surface, str) else surface
+    return Scenario(named, REQUESTS, seconds, changes.pop("seed", 1), concurrency=concurrency, **changes)
+
+
+def share(run: Run, surface: NamedSurface, first: int, last: int | None = None) -> float:
+    """Goodput of these decode steps, as a share of the best K's in each of their states."""
+    judged = Judged.of(run.decodes[first:last], surface.speculating)
+    return float(judged.expected.sum() / judged.best.sum())
+
+
+@pytest.mark.parametrize("surface", ["h200-sglang", "h200-native-skip", "h200-triton", "moe", "context"])
+@pytest.mark.parametrize(("concurrency", "seconds"), [(1, 100.0), (16, 130.0), (64, 200.0)])
+def test_close_to_the_best_k_in_every_state(surface: str, concurrency: int, seconds: float) -> None:
+    result = simulate("goodput", scenario(surface, concurrency, seconds))
+    assert result.reference_share >= 0.97
+    assert result.exploration_loss <= 0.005
+    assert result.switches_per_100_steps - result.probe_switches_per_100_steps <= 1.0
+
+
+@pytest.mark.parametrize("acceptance", [0.35, 0.85])
+@pytest.mark.parametrize("surface", ["h200-sglang", "h200-native-skip"])
+def test_never_behind_the_best_fixed_k_at_constant_load(surface: str, acceptance: float) -> None:
+    constant = scenario(surface, 32, 120.0, acceptance=acceptance)
+    fixed = max(simulate(f"static:{k}", constant).reference_share for k in (0, 1, 2, 3, 5, 7))
+    assert simulate("goodput", constant).reference_share >= fixed - 0.01
+
+
+@pytest.mark.parametrize("scale", [0.2, 1.0, 8.0])
+def test_cold_to_within_five_percent_whatever_a_step_costs(scale: float) -> None:
+    """Nothing in the policy is in absolute seconds."""
+    plain = load_surface("h200-sglang")
+    costs = {
+        k: replace(cost, seconds=tuple(tuple(scale * s for s in row) for row in cost.seconds))
+        for k, cost in plain.speculating.costs.items()
+    }
+    surface = replace(plain, speculating=replace(plain.speculating, costs=costs))
+    run = serve("goodput", scenario(surface, 8, 30.0 + 40.0 * scale, acceptance=0.75))
+    settled = 300 if scale == 1.0 else 1500
+    assert share(run, surface, settled, settled + 1000) >= 0.95
+
+
+def decided(policy: Goodput, batch: int) -> int:
+    plan = policy.decide(SERVER, 0.0)
+    table = CompiledTable.compile(plan.table(1, 5.0, "goodput"), SERVER.candidate_steps)
+    return table.choose(batch, 300.0, 3, 99, 1, explore=False).steps
+
+
+SECONDS = {0: 0.005, 1: 0.0055, 3: 0.0065}
+
+
+def steps(policy: Goodput, count: int, accept: float, batch: int = 8, seed: int = 0) -> None:
+    """Feed steps of every K in blocks, with per-token acceptance ``accept``."""
+    rng = np.random.default_rng(seed)
+    for number in range(count):
+        k = (3, 1, 0)[number // 8 % 3]
+        accepted = [int(np.argmin([*(rng.random(k) < accept), False])) for _ in range(batch)]
+        policy.learn(
+            record(
+                record_seq=number + seed * 100_000,
+                step=number,
+                batch_size=batch,
+                padded_batch_size=batch,
+                context_tokens=300 * batch,
+                steps=k,
+                draft_tokens=k + 1,
+                accepted_drafts=accepted,
+                seconds=SECONDS[k] * (1.0 + 0.01 * rng.standard_normal()),
+            )
+        )
+
+
+def test_a_drafter_that_breaks_is_switched_off_and_comes_back() -> None:
+    policy = Goodput()
+    policy.decide(SERVER, 0.0)
+    steps(policy, 300, 0.7)
+    assert decided(policy, 8) == 3
+    steps(policy, 600, 0.0, seed=1)
+    assert decided(policy, 8) == 0
+    assert policy.acceptance.drafter_broken
+    steps(policy, 300, 0.7, seed=2)
+    assert decided(policy, 8) == 3
+    assert not policy.acceptance.drafter_broken
+
+
+def test_while_skipping_a_draft_that_could_win_is_probed_and_one_that_cannot_is_not() -> None:
+    policy = Goodput()
+    policy.decide(SERVER, 0.0)
+    steps(policy, 900, 0.02)
+    plan = policy.decide(SERVER, 0.0)
+    cell = plan.grid.cell(8, 300.0)
+    assert plan.choice[cell] == 0
+    ((_, probability),) = plan.explore[cell]
+    assert 0.0 < probability <= 2 / 140
+    dear = Goodput()
+    dear.decide(SERVER, 0.0)
+    SECONDS.update({1: 0.02, 3: 0.05})
+    try:
+        steps(dear, 900, 0.02)
+    finally:
+        SECONDS.update({1: 0.0055, 3: 0.0065})
+    assert dear.decide(SERVER, 0.0).explore == {}
+
+
+def test_before_any_step_it_is_the_servers_fallback_everywhere() -> None:
+    plan = Goodput().decide(SERVER, 0.0)
+    assert set(plan.choice) == {SERVER.fallback_steps}
+    assert plan.explore == {}
+    assert "no steps seen yet" in plan.reason
+
+
+def test_a_server_that_comes_back_different_is_learned_anew() -> None:
+    policy = Goodput()
+    policy.decide(SERVER, 0.0)
+    steps(policy, 300, 0.7)
+    other = hello(candidate_steps=[0, 2], fallback_steps=2, captured_batch_sizes=[1, 2], max_running_requests=4)
+    plan = policy.decide(other, 0.0)
+    assert set(plan.choice) == {2}
+    CompiledTable.compile(plan.table(1, 5.0, "goodput"), other.candidate_steps)
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [4, 8]])
+def test_servers_with_few_or_no_graphs(sizes: list[int]) -> None:
+    server = hello(candidate_steps=[0, 3], captured_batch_sizes=sizes, max_running_requests=64, context_length=512)
+    policy = Goodput()
+    for _ in range(5):
+        plan = policy.decide(server, 0.0)
+        CompiledTable.compile(plan.table(1, 5.0, "goodput"), server.candidate_steps)
+        policy.learn(record(batch_size=2, padded_batch_size=2, steps=3, draft_tokens=4, accepted_drafts=[1, 2]))

@@ -79,7 +79,7 @@ class KeyedDraws:
 
     >>> draws = KeyedDraws(seed=1)
     >>> [draws.accepted(7, position, 3, 0.7) for position in (1, 2, 3, 4, 5)]
-    [3, 3, 2, 1, 0]
+    [0, 0, 0, 3, 3]
     """
 
     _SIZE = 1 << 18

@@ -118,7 +118,7 @@ def probe(loss: float) -> float:
     ``loss`` is the share of a probed step's time that is lost when nothing has changed; a dear
     probe comes more rarely, so that at most 0.5 % of the time is lost.
 
-    >>> round(probe(0.1), 4), round(probe(0.8), 4)
-    (0.0143, 0.0063)
+    >>> round(probe(0.1), 4), round(probe(0.5), 4)
+    (0.0143, 0.01)
     """
     return min(PROBE_STEPS / PROBE_PERIOD, 0.005 / max(loss, 1e-9))

@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -178,13 +177,17 @@ class InProcessAgent(Agent):
 class InProcessController:
     """Between records and tables what ``service.Service`` does for one server; ``turn`` after each pass."""
 
-    def __init__(self, policy: Policy, agent: InProcessAgent, config: ControllerConfig, delay: float) -> None:
-        """``delay``: seconds from a decision to its table in the mailbox."""
+    def __init__(
+        self, policy: Policy, agent: InProcessAgent, config: ControllerConfig, delay: float, seed: int
+    ) -> None:
+        """``delay``: seconds from a decision to its table in the mailbox. ``seed``: of exploration."""
         self._policy = policy
         self._agent = agent
         self._hello = agent.hello()
         self._config = config
         self._delay = delay
+        # Of as many bits as ``service.Session`` takes: small seeds lie next to each other.
+        self._seed = random.Random(f"exploration {seed}").getrandbits(62)  # noqa: S311
         self._plan: Plan | None = None
         self._epoch = 0
         self._next_decision = 0.0
@@ -207,7 +210,7 @@ class InProcessController:
             return
         self._plan = plan
         self._epoch += 1
-        table = plan.table(self._epoch, self._config.lease_seconds, self._policy.name, seed=1)
+        table = plan.table(self._epoch, self._config.lease_seconds, self._policy.name, self._seed)
         compiled = CompiledTable.compile(table, self._hello.candidate_steps)
         # The controller is there as long as the simulation is: the lease is always renewed.
         self._on_the_way.append(Delivery(compiled, math.inf, now + self._delay))
@@ -225,7 +228,7 @@ class Scenario:
     """Open loop: each at its time. Closed loop: their lengths, in order, over and over."""
     seconds: float
     seed: int
-    """Of the acceptance path and of the draws."""
+    """Of the acceptance path, the accepted drafts and the exploration."""
     load: float | None = None
     """Open loop, for the record: arrival rate in saturations of the server without speculation."""
     concurrency: int | None = None
@@ -258,14 +261,12 @@ def at_rate(requests: Sequence[Arrival], rate: float, seconds: float) -> list[Ar
     # The last request is followed by a mean gap before the first comes again.
     lap = requests[-1].at * len(requests) / (len(requests) - 1)
     scale = len(requests) / lap / rate
-    arrivals: list[Arrival] = []
-    for index in itertools.count():
-        laps, place = divmod(index, len(requests))
-        at = (laps * lap + requests[place].at) * scale
-        if at >= seconds:
-            return arrivals
-        arrivals.append(replace(requests[place], at=at))
-    raise AssertionError
+    return [
+        replace(request, at=at)
+        for begin in itertools.takewhile(lambda begin: begin * scale < seconds, itertools.count(0.0, lap))
+        for request in requests
+        if (at := (begin + request.at) * scale) < seconds
+    ]
 
 
 def saturation(surface: NamedSurface, requests: Sequence[Arrival]) -> float:
@@ -348,7 +349,7 @@ def serve(policy: str, scenario: Scenario) -> Run:
         if factory is not None:
             truth = Truth(surface.decode_seconds, workload.acceptance)
             controller = InProcessController(
-                factory(agent.hello(), truth), agent, ControllerConfig(), ROUND_TRIP_SECONDS
+                factory(agent.hello(), truth), agent, ControllerConfig(), ROUND_TRIP_SECONDS, scenario.seed
             )
         while clock.now() < scenario.seconds:
             server.turn()
@@ -388,19 +389,18 @@ class Judged:
         _, steps, held, batch, context, acceptance, seconds = (
             np.array(column) for column in zip(*decodes, strict=True)
         )
-
-        def length(k: npt.NDArray[Any] | int) -> npt.NDArray[np.float64]:
-            return np.asarray((1.0 - acceptance ** (np.asarray(k) + 1)) / (1.0 - acceptance), np.float64)
-
-        goodput = {k: batch * length(k) / surface.decode_seconds_of(k, batch, context) for k in surface.steps}
-        expected = batch * length(steps)
+        tokens = [batch * sum(acceptance**position for position in range(k + 1)) for k in surface.steps]
+        goodput = [
+            made / surface.decode_seconds_of(k, batch, context) for k, made in zip(surface.steps, tokens, strict=True)
+        ]
+        expected = np.select([steps == k for k in surface.steps], tokens, np.nan)
         explored = steps != held
-        of_held = np.select([held == k for k in surface.steps], list(goodput.values()), np.nan)
+        of_held = np.select([held == k for k in surface.steps], goodput, np.nan)
         return Judged(
             steps=steps,
             explored=explored,
             expected=expected,
-            best=seconds * np.max(list(goodput.values()), axis=0),
+            best=seconds * np.max(goodput, axis=0),
             seconds=seconds,
             lost_seconds=np.where(explored, seconds - expected / of_held, 0.0),
         )

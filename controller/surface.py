@@ -147,8 +147,9 @@ class ContextSurface:
     """Seconds of a decode step by steps (K), batch size and mean context, and of a prefill by tokens.
 
     A batch costs what the captured size that it is padded to costs: a staircase. In the context
-    it is linear between the points, and beyond them as steep as before; so it is above the
-    largest captured size, where steps run eagerly, in the batch size.
+    it is linear between the points, and beyond them as steep as before (but see
+    ``LEAST_OF_FIRST``); so it is above the largest captured size, where steps run eagerly, in the
+    batch size.
 
     >>> surface = ContextSurface((1, 4), {0: Costs((0.0, 100.0), ((1.0, 2.0), (2.0, 6.0)))})
     >>> [surface.decode_seconds(0, batch, 50.0) for batch in (1, 3, 4, 7)]

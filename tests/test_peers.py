@@ -110,17 +110,18 @@ def test_a_result_is_fed_as_sglang_feeds_it(overlap: bool) -> None:
 
 @pytest.mark.sglang
 def test_the_installed_class_runs_with_its_lag() -> None:
-    """Figures of the class alone, lag 1, batch 8 and acceptance 0.45; peers report several switches in 100 steps."""
+    """The class alone, batch 8, acceptance 0.45, 20,000 steps, three seeds: fed at once it makes 2.5 to 3.4
+    switches in 100 steps, fed a step late 9.5 to 10.9, two steps late 18.4 to 19.6."""
     surface = load_surface("h200-sglang")
-    scenario = Scenario(surface, [Arrival(0.0, 100, 1000)], 60.0, seed=1, concurrency=8, acceptance=0.45)
+    scenario = Scenario(surface, [Arrival(0.0, 100, 1000)], 120.0, seed=3, concurrency=8, acceptance=0.45)
     result = simulate("sglang", scenario)
-    assert result.steps > 8000
-    assert 3.0 < result.switches_per_100_steps < 8.0
+    assert result.steps > 16_000
+    assert 6.0 < result.switches_per_100_steps < 15.0
     assert result.probe_switches_per_100_steps == result.exploration_loss == 0.0
     assert result == simulate("sglang", scenario)
     steps = [decode.steps for decode in serve("sglang", scenario).decodes]
     assert set(steps) == {0, 1, 3}
-    assert 0.6 < steps.count(3) / len(steps) < 0.9
+    assert steps.count(0) == pytest.approx(steps.count(1), rel=0.05)  # each spell at 0 ends in a probe of 1
 
 
 @pytest.mark.sglang

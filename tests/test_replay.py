@@ -159,7 +159,8 @@ def test_records_come_in_order_and_tables_come_late(recording: Recording) -> Non
     assert [record.record_seq for record in records] == list(range(len(records)))
     assert 0.0 < records[0].time < records[-1].time < 5.0 + 0.1
     assert len(recording.decided_at) == 10
-    assert all(0.5 <= b - a < 0.6 for a, b in itertools.pairwise(recording.decided_at))
+    # A pass takes as long as its prefill: 8,192 tokens are 0.27 s.
+    assert all(0.5 <= b - a < 0.8 for a, b in itertools.pairwise(recording.decided_at))
     # Two plans, so two tables; each in force after its round trip, and by the next receiving pass.
     switched = next(at for at in recording.decided_at if at >= 1.0)
     for epoch, decided_at, steps in ((1, 0.0, {2}), (2, switched, {1, 5})):

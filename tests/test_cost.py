@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.cost import CLIP, FIRST_SPREAD, UNKNOWN_ERROR, CostModel, fingerprint, fit_to_learn
+from policies.cost import UNKNOWN_ERROR, CostModel, fingerprint, fit_to_learn
+from policies.cost_cell import CLIP, FIRST_SPREAD
 from sglang_hooks.wire import ForwardKind, StepRecord
 from tests.messages import hello, record
 

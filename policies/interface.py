@@ -6,9 +6,10 @@ those around it. A plan is for one server and holds until the next.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 from sglang_hooks.wire import DecisionTable, Hello, StepRecord
 
@@ -76,19 +77,30 @@ class Plan:
         )
 
 
-class Policy(Protocol):
-    """Learns from every decode step of one server and decides when asked."""
+class Policy(ABC):
+    """Learns from every decode step of one server and decides when asked; one object per server."""
 
     name: str
 
-    def learn(self, step: StepRecord) -> None:
+    note = ""
+    """What an operator should look at; empty if nothing."""
+
+    urgent = False
+    """Learned something that should not wait for the next regular decision; ``decide`` clears it."""
+
+    def learn(self, step: StepRecord) -> None:  # noqa: B027 - what learns nothing is a policy too
         """Take one step in, as it was applied. Called for every record, in order."""
 
+    @abstractmethod
     def decide(self, server: Hello, now: float) -> Plan:
-        """Return the plan for ``server``; ``now`` in seconds on the clock of the records.
+        """Return the plan for ``server``; ``now`` in seconds on a clock that never goes back.
 
         Raises PolicyError if this policy cannot serve such a server.
         """
+
+    def to_prior(self) -> dict[str, Any] | None:
+        """Return what was learned, fit for JSON, to begin with the next time; None if nothing."""
+        return None
 
 
 class PolicyError(ValueError):

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Protocol
 
-from policies.interface import Grid, Plan, PolicyError
+from policies.interface import Grid, Plan, Policy, PolicyError
 from sglang_hooks.settings import Settings
 from sglang_hooks.table_policy import Launch, TablePolicy
-from sglang_hooks.wire import DecisionSource, Hello, StepRecord
+from sglang_hooks.wire import DecisionSource, Hello
 
 DEFAULT_BATCH_TABLE = ((1, 5), (8, 3), (32, 1), (64, 0))
 
 
-class BatchTable:
+class BatchTable(Policy):
     """K by batch size, as in vLLM's ``num_speculative_tokens_per_batch_size`` (vllm #32374).
 
     vLLM has no default, "because it is hardware and category dependent"; ours is in the spirit of
@@ -64,9 +64,6 @@ class BatchTable:
             rows.append((int(start), int(steps)))
         return BatchTable(rows)
 
-    def learn(self, step: StepRecord) -> None:
-        """Nothing to learn."""
-
     def decide(self, server: Hello, now: float) -> Plan:  # noqa: ARG002
         """Return the table; PolicyError if the server did not declare one of its K."""
         for start, steps in self._rows:
@@ -99,7 +96,7 @@ class Truth:
         return batch_size * length / self.seconds(steps, batch_size, mean_context)
 
 
-class InformedGreedy:
+class InformedGreedy(Policy):
     """In every cell the K with the most expected tokens per second, by the true surface and acceptance.
 
     A reference, not a bound. It is myopic: a step that is best by itself need not be best for the
@@ -115,9 +112,6 @@ class InformedGreedy:
     def __init__(self, truth: Truth) -> None:
         self._truth = truth
         self._decided: tuple[float, Plan] | None = None
-
-    def learn(self, step: StepRecord) -> None:
-        """It knows all."""
 
     def decide(self, server: Hello, now: float) -> Plan:
         """Return the best K by captured batch size and context."""

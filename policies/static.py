@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from policies.interface import Grid, Plan, PolicyError
-from sglang_hooks.wire import Hello, StepRecord
+from policies.interface import Grid, Plan, Policy, PolicyError
+from sglang_hooks.wire import Hello
 
 
-class Static:
+class Static(Policy):
     """Always ``steps``; the baseline of every comparison, and K=0 is "no speculation"."""
 
     name = "static"
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
-
-    def learn(self, step: StepRecord) -> None:
-        """Nothing to learn."""
 
     def decide(self, server: Hello, now: float) -> Plan:  # noqa: ARG002
         """Return ``steps`` for every batch; PolicyError if the server did not declare it."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from policies.interface import Grid, Plan, PolicyError
-from sglang_hooks.wire import Hello, StepRecord
+from policies.interface import Grid, Plan, Policy, PolicyError
+from sglang_hooks.wire import Hello
 
 
 def default_band(threshold: int) -> int:
@@ -15,7 +15,7 @@ def default_band(threshold: int) -> int:
     return max(min(max(1, threshold // 4), threshold - 1), 0)
 
 
-class Threshold:
+class Threshold(Policy):
     """``steps`` while at most ``threshold`` requests run, K=0 above, with a band around the line.
 
     A batch that hovers at the line would switch at every request that comes or goes. So
@@ -40,9 +40,6 @@ class Threshold:
         self._band = default_band(threshold) if band is None else band
         if self._band >= max(threshold, 1):
             raise ValueError(f"band = {band} must be smaller than threshold = {threshold}, or speculation stays off")
-
-    def learn(self, step: StepRecord) -> None:
-        """Nothing to learn: the line is the operator's."""
 
     def decide(self, server: Hello, now: float) -> Plan:  # noqa: ARG002
         """Return the plan; PolicyError if the server cannot skip or does not know ``steps``."""

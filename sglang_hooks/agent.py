@@ -137,6 +137,11 @@ class Agent:
             except Exception:
                 self._failed("recording a launch")
 
+    def retracted(self, requests: int) -> None:
+        """After requests were put back into the queue for want of KV cache."""
+        if self.recorder is not None:
+            self.recorder.retracted += requests
+
     def settling(self, batch: Any) -> list[int]:
         """Before a decode result is processed: rows whose request has ended, for ``settled``."""
         try:

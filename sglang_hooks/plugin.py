@@ -49,6 +49,7 @@ RIG_VERSION = "0.5.17"
 
 POLICY_CLASS = "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 _COMPONENTS = "sglang.srt.managers.scheduler_components"
 _WORKER = "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2"
 _DRAFT_WORKER = "sglang.srt.speculative.base_spec_worker.EagleDraftWorkerBase"
@@ -288,6 +289,7 @@ def _install_scheduler_hooks() -> None:
         [
             (f"{_SCHEDULER}.init_request_dispatcher", _after_init_request_dispatcher, HookType.AFTER),
             (f"{receiver}._pull_raw_reqs", _after_pull_raw_reqs, HookType.AFTER),
+            (f"{_BATCH}.retract_decode", _after_retract_decode, HookType.AFTER),
             (f"{_WORKER}.forward_batch_generation", _around_forward, HookType.AROUND),
             (f"{processor}.process_batch_result_decode", _around_decode_result, HookType.AROUND),
             (f"{_WORKER}.apply_runtime_state", _around_apply_runtime_state, HookType.AROUND),
@@ -393,6 +395,10 @@ def _load(scheduler: Any) -> tuple[int, int, int]:
 
 def _after_pull_raw_reqs(received: list[Any] | None, receiver: Any) -> None:  # noqa: ARG001
     _agent().pull(received)
+
+
+def _after_retract_decode(retracted: Any, batch: Any, *args: Any) -> None:  # noqa: ARG001
+    _agent().retracted(len(retracted[0]))
 
 
 def _around_forward(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:

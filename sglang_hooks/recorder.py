@@ -51,6 +51,8 @@ class Recorder:
         self._load = load
         self.join_misses = 0
         self.steps_mismatched = 0
+        self.retracted = 0
+        """Requests retracted since the newest record."""
         self._record_seq = 0
         self._facts: dict[int, _Facts] = {}
         # The forward launched last, and what piled up since the last decode.
@@ -140,6 +142,7 @@ class Recorder:
             facts.running,
             facts.queued,
             facts.kv_used_tokens,
+            self.retracted,
             launch.source,
             launch.epoch,
             launch.cell,
@@ -156,6 +159,7 @@ class Recorder:
             bool(batch.has_grammar),
         )
         self._record_seq += 1
+        self.retracted = 0
         self._queue.put(record)
 
 

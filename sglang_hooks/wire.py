@@ -121,6 +121,8 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     running: Count
     queued: Count
     kv_used_tokens: int
+    retracted: Count
+    """Requests that lost their place for want of KV cache since the previous record."""
     source: DecisionSource
     epoch: Count
     cell: int

@@ -48,6 +48,7 @@ _RECORD = StepRecord(
     running=2,
     queued=0,
     kv_used_tokens=200,
+    retracted=0,
     source=1,
     epoch=1,
     cell=0,

@@ -36,6 +36,7 @@ TARGETS = [
     "sglang.srt.managers.scheduler.Scheduler.init_model_worker",
     "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher",
     "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs",
+    "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",
     "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.forward_batch_generation",
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_decode",
     "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.apply_runtime_state",
@@ -176,6 +177,27 @@ def test_steps_stream_out_and_a_table_changes_the_steps_that_follow(loop: rig.Lo
     assert all(r.seconds > 0 for r in records[1:])
     agent = plugin._installed.agent
     assert (agent.recorder.join_misses, agent.recorder.steps_mismatched, agent.failures) == (0, 0, 0)
+
+
+def test_retractions_are_in_the_next_record(loop: rig.Loop, peer: Peer) -> None:
+    peer.hello()
+    loop.reqs = [rig.request(str(i), 10 + i, 10_000) for i in range(3)]
+    loop.step()
+    batch = rig.ScheduleBatch(reqs=list(loop.reqs))
+    fits = iter([False, True, True])
+    # What SGLang asks of its memory pool: two of three requests have to go.
+    batch._get_decode_retraction_order = lambda *args: [0, 1, 2]
+    batch.check_decode_mem = lambda **kwargs: next(fits)
+    batch.release_req = lambda *args, **kwargs: True
+    batch.filter_batch = lambda **kwargs: None
+    retracted, _, _ = batch.retract_decode()
+    assert len(retracted) == 2
+    loop.reqs = loop.reqs[:1]
+    for _ in range(4):
+        loop.step()
+    counts = [record.retracted for record in peer.records(5 - loop.lag)]
+    assert sum(counts) == 2
+    assert counts[1 - loop.lag] == 2
 
 
 def test_joins_hold_while_tables_land_between_launch_and_result(loop: rig.Loop, peer: Peer) -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from controller.replay import GENERATED_REQUESTS, Result, Scenario, simulate
+from controller.replay import GENERATED_REQUESTS, Scenario, simulate
+from controller.replay_judge import Result
 from controller.surface import load_surface
 from controller.workload import generated_requests
 

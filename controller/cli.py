@@ -139,7 +139,7 @@ def _trace_info(options: argparse.Namespace, console: Console) -> int:
 
 
 def _replay(options: argparse.Namespace, console: Console) -> int:
-    from controller.replay import replay
+    from controller.replay_command import replay
 
     return replay(
         options.surface,

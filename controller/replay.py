@@ -8,8 +8,8 @@ Everything between a record and a decision is the live code: the hooks, ``Policy
 is the simulation's, so a run repeats itself exactly. All policies see the same requests, the same
 acceptance path and, position by position, the same accepted drafts (common random numbers).
 
-Every step is judged by the truth, see ``Judged``: expected tokens per second of what was applied,
-against the best that the server could have chosen in that state.
+Around it: ``replay_policies.py`` (policies by name), ``replay_judge.py`` (every step by the truth),
+``replay_command.py`` (the command), ``replay_report.py`` (its page).
 """
 
 from __future__ import annotations
@@ -20,40 +20,29 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
-from rich.console import Console
-from rich.table import Table
 
-from controller.config import ConfigError, ControllerConfig
+from controller.config import ControllerConfig
+from controller.replay_judge import Judged, Result, TimePerOutputToken
+from controller.replay_policies import Factory, ReplayError, parse_policy
 from controller.simserver import Decode, Req, SimServer, VirtualClock
-from controller.surface import ContextSurface, NamedSurface, load_surface
+from controller.surface import NamedSurface
 from controller.workload import (
     Arrival,
-    ArrivalsError,
     KeyedDraws,
     Phase,
     Workload,
     acceptance_path,
-    generated_requests,
-    read_arrivals,
 )
-from policies.goodput import Goodput
 from policies.interface import Plan, Policy, PolicyError
-from policies.peers import BatchTable, InformedGreedy, SGLangAdaptive, Truth, sglang_params
-from policies.static import Static
-from policies.threshold import Threshold
+from policies.peers import SGLangAdaptive, Truth, sglang_params
 from sglang_hooks.agent import Agent, ServerFacts
 from sglang_hooks.broadcast import AllGather, UpdateSource
 from sglang_hooks.link import Delivery, Mailbox, RecordQueue
 from sglang_hooks.recorder import Recorder
 from sglang_hooks.settings import Settings
 from sglang_hooks.table_policy import CompiledTable, TableError, TablePolicy
-from sglang_hooks.wire import Hello
 
 MAX_RUNNING_REQUESTS = 256
 KV_TOKENS = 600_000
@@ -63,84 +52,6 @@ ROUND_TRIP_SECONDS = 0.02
 """From the newest record that a decision knows to its table in the mailbox (``link.DRAIN_SECONDS``)."""
 GENERATED_REQUESTS = 4000
 SATURATION_SECONDS = 120.0
-SKIPPED_STEPS = 2000
-WINDOW_STEPS = 200
-GOOD_SHARE = 0.95
-
-
-class ReplayError(ConfigError):
-    """A replay that cannot be run as it was asked for; the text says what to change."""
-
-
-# -- who decides --
-
-Factory = Callable[[Hello, Truth], Policy]
-"""Makes a fresh policy for one server."""
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError(f"a whole number must follow the colon, not {text!r}")
-    return int(text)
-
-
-def _static(argument: str) -> Factory:
-    steps = _number(argument)
-    return lambda _hello, _truth: Static(steps)
-
-
-def _threshold(argument: str) -> Factory:
-    threshold = _number(argument)
-    Threshold(threshold)
-    return lambda _hello, _truth: Threshold(threshold)
-
-
-def _batch_table(argument: str) -> Factory:
-    policy = BatchTable.parse(argument)
-    return lambda _hello, _truth: policy
-
-
-def _without_argument(argument: str, factory: Factory) -> Factory:
-    if argument:
-        raise ValueError("it takes no argument")
-    return factory
-
-
-POLICIES: dict[str, Callable[[str], Factory]] = {
-    "static": _static,
-    "threshold": _threshold,
-    "batch-table": _batch_table,
-    "goodput": partial(_without_argument, factory=lambda _hello, _truth: Goodput()),
-    "informed-greedy": partial(_without_argument, factory=lambda _hello, truth: InformedGreedy(truth)),
-}
-"""The controller's policies: from what follows the name and a colon to a factory, or ValueError."""
-
-SERVERS = {
-    "none": "a server started without speculation",
-    "sglang": "SGLang's own --speculative-adaptive",
-}
-"""What needs no controller: another server."""
-
-
-def parse_policy(text: str) -> Factory | None:
-    """Return the factory for ``static:3``, ``threshold:16``, ``batch-table:1:5,8:3``, …; None for a server's own.
-
-    >>> parse_policy("best")
-    Traceback (most recent call last):
-    controller.replay.ReplayError: no policy is called 'best': use one of batch-table, goodput, informed-greedy, \
-none, sglang, static, threshold
-    """
-    name, _, argument = text.partition(":")
-    try:
-        if name in SERVERS:
-            if argument:
-                raise ValueError("it takes no argument")
-            return None
-        if name in POLICIES:
-            return POLICIES[name](argument)
-    except ValueError as error:
-        raise ReplayError(f"policy {text!r}: {error}") from error
-    raise ReplayError(f"no policy is called {name!r}: use one of {', '.join(sorted([*POLICIES, *SERVERS]))}")
 
 
 # -- hooks and controller in one process --
@@ -299,9 +210,12 @@ class Run:
     seconds: float = 0.0
 
 
-def serve(policy: str, scenario: Scenario) -> Run:
-    """Run one policy through a scenario; ReplayError says what cannot be run."""
-    factory = parse_policy(policy)
+def serve(policy: str, scenario: Scenario, make: Factory | None = None) -> Run:
+    """Run one policy through a scenario; ReplayError says what cannot be run.
+
+    ``make``: instead of the policy that the name stands for.
+    """
+    factory = make or parse_policy(policy)
     surface = scenario.surface.plain if policy == "none" else scenario.surface.speculating
     workload = scenario.workload()
     clock = VirtualClock()
@@ -365,96 +279,6 @@ def serve(policy: str, scenario: Scenario) -> Run:
     return run
 
 
-# -- its judgement --
-
-
-@dataclass(frozen=True)
-class Judged:
-    """Every decode step of a run by the truth; arrays with one entry a step."""
-
-    steps: npt.NDArray[np.int64]
-    explored: npt.NDArray[np.bool_]
-    """The exploration drew another K than the table held."""
-    expected: npt.NDArray[np.float64]
-    """Tokens to expect of the applied K."""
-    best: npt.NDArray[np.float64]
-    """Tokens to expect in the step's time at the goodput of the state's best K."""
-    seconds: npt.NDArray[np.float64]
-    lost_seconds: npt.NDArray[np.float64]
-    """Of an explored step, beyond the time in which the held K makes as many tokens; it may be below 0."""
-
-    @staticmethod
-    def of(decodes: Sequence[Decode], surface: ContextSurface) -> Judged:
-        """Judge against every K of ``surface``, the speculating one also for a server without speculation."""
-        _, steps, held, batch, context, acceptance, seconds = (
-            np.array(column) for column in zip(*decodes, strict=True)
-        )
-        tokens = [batch * sum(acceptance**position for position in range(k + 1)) for k in surface.steps]
-        goodput = [
-            made / surface.decode_seconds_of(k, batch, context) for k, made in zip(surface.steps, tokens, strict=True)
-        ]
-        expected = np.select([steps == k for k in surface.steps], tokens, np.nan)
-        explored = steps != held
-        of_held = np.select([held == k for k in surface.steps], goodput, np.nan)
-        return Judged(
-            steps=steps,
-            explored=explored,
-            expected=expected,
-            best=seconds * np.max(goodput, axis=0),
-            seconds=seconds,
-            lost_seconds=np.where(explored, seconds - expected / of_held, 0.0),
-        )
-
-    def reference_share(self) -> float:
-        """Return expected tokens over those of the best K, without the first 2,000 steps (or a tenth, of fewer)."""
-        skipped = SKIPPED_STEPS if len(self.steps) > SKIPPED_STEPS else len(self.steps) // 10
-        return float(self.expected[skipped:].sum() / self.best[skipped:].sum())
-
-    def switches_per_100_steps(self) -> tuple[float, float]:
-        """Return changes of K, and those of them into or out of an explored step."""
-        switched = self.steps[1:] != self.steps[:-1]
-        probing = switched & (self.explored[1:] | self.explored[:-1])
-        return 100.0 * int(switched.sum()) / len(self.steps), 100.0 * int(probing.sum()) / len(self.steps)
-
-    def exploration_loss(self) -> float:
-        """Return the share of all decoding time that exploration cost."""
-        return float(self.lost_seconds.sum() / self.seconds.sum())
-
-    def steps_to_95(self) -> int | None:
-        """Return the step from which on the share of the last 200 steps is at least 0.95 for 200 steps."""
-        window = np.ones(WINDOW_STEPS)
-        if len(self.steps) < 2 * WINDOW_STEPS:
-            return None
-        share = np.convolve(self.expected, window, "valid") / np.convolve(self.best, window, "valid")
-        good = np.convolve(share >= GOOD_SHARE, window, "valid").round() == WINDOW_STEPS
-        return int(good.argmax()) + WINDOW_STEPS if good.any() else None
-
-
-class TimePerOutputToken(msgspec.Struct, frozen=True):
-    """Seconds per output token after the first, over the requests that ended; None if none did."""
-
-    mean: float | None
-    p99: float | None
-
-
-class Result(msgspec.Struct, frozen=True):
-    """One run, as it is written to the output file."""
-
-    policy: str
-    surface: str
-    load: float | None
-    concurrency: int | None
-    seed: int
-    tokens_per_second: float
-    time_per_output_token: TimePerOutputToken
-    reference_share: float
-    switches_per_100_steps: float
-    probe_switches_per_100_steps: float
-    exploration_loss: float
-    steps_to_95: int | None
-    steps: int
-
-
 def simulate(policy: str, scenario: Scenario) -> Result:
     """Run a policy through a scenario and judge it; ReplayError says what cannot be run."""
     run = serve(policy, scenario)
@@ -481,91 +305,3 @@ def simulate(policy: str, scenario: Scenario) -> Result:
         steps_to_95=judged.steps_to_95(),
         steps=len(run.decodes),
     )
-
-
-# -- the command --
-
-
-def replay(
-    surface: str,
-    arrivals: Path | None,
-    policies: Sequence[str],
-    seeds: int,
-    load: float,
-    concurrency: int | None,
-    seconds: float,
-    out: Path | None,
-    console: Console,
-) -> int:
-    """Run every policy with every seed, write the results as JSON, print their means."""
-    for policy in policies:
-        parse_policy(policy)
-    finite = 0.0 < load < math.inf and 0.0 < seconds < math.inf
-    if not finite or seeds <= 0 or (concurrency is not None and concurrency <= 0):
-        raise ReplayError("--load, --seconds, --seeds and --concurrency must be above 0")
-    if out is not None and not out.parent.is_dir():
-        raise ReplayError(f"{out}: there is no folder {out.parent}")
-    try:
-        named = load_surface(surface)
-        from_file = read_arrivals(arrivals) if arrivals is not None else None
-    except (ArrivalsError, ValueError) as error:
-        raise ReplayError(str(error)) from error
-    console.print(f"[bold]{named.name}[/]: {named.label}")
-    saturated = saturation(named, from_file) if from_file and concurrency is None else 0.0
-    results = []
-    for seed in range(1, seeds + 1):
-        requests = from_file or generated_requests(GENERATED_REQUESTS, seed)
-        if concurrency is not None:
-            scenario = Scenario(named, requests, seconds, seed, concurrency=concurrency)
-        else:
-            rate = load * (saturated or saturation(named, requests))
-            scenario = Scenario(named, at_rate(requests, rate, seconds), seconds, seed, load=load)
-        results += [simulate(policy, scenario) for policy in policies]
-    if out is not None:
-        out.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
-    console.print(summary_table(results, policies))
-    return 0
-
-
-def summary_table(results: Sequence[Result], policies: Sequence[str]) -> Table:
-    """Return the means over the seeds, one row a policy."""
-    first = results[0]
-    where = f"load {first.load:g}" if first.load is not None else f"closed loop, {first.concurrency} at a time"
-    table = Table(title=f"{first.surface}, {where}, mean of {len({result.seed for result in results})} seeds")
-    table.add_column("policy", no_wrap=True)
-    for name in (
-        "tokens/s",
-        "ms/token",
-        "p99",
-        "of the best K",
-        "switches/100",
-        "of them probes",
-        "exploration loss",
-        "steps to 95 %",
-        "steps",
-    ):
-        table.add_column(name, justify="right")
-    for policy in dict.fromkeys(policies):
-        own = [result for result in results if result.policy == policy]
-        table.add_row(
-            policy,
-            f"{_mean([one.tokens_per_second for one in own]):,.0f}",
-            _or_dash([one.time_per_output_token.mean for one in own], 1e3, ".2f"),
-            _or_dash([one.time_per_output_token.p99 for one in own], 1e3, ".2f"),
-            f"{100 * _mean([one.reference_share for one in own]):.2f} %",
-            f"{_mean([one.switches_per_100_steps for one in own]):.2f}",
-            f"{_mean([one.probe_switches_per_100_steps for one in own]):.2f}",
-            f"{100 * _mean([one.exploration_loss for one in own]):.3f} %",
-            _or_dash([one.steps_to_95 for one in own], 1.0, ",.0f"),
-            f"{_mean([float(one.steps) for one in own]):,.0f}",
-        )
-    return table
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _or_dash(values: Sequence[float | None], scale: float, form: str) -> str:
-    known = [value for value in values if value is not None]
-    return format(scale * _mean(known), form) if len(known) == len(values) else "-"

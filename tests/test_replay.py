@@ -12,19 +12,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from controller import replay as module
+from controller import replay_policies
 from controller.cli import main
-from controller.replay import (
-    InProcessAgent,
-    Judged,
-    ReplayError,
-    Scenario,
-    at_rate,
-    parse_policy,
-    saturation,
-    serve,
-    simulate,
-)
+from controller.replay import InProcessAgent, Run, Scenario, at_rate, saturation, serve, simulate
+from controller.replay_judge import Judged, Result
+from controller.replay_policies import ReplayError, parse_policy
 from controller.simserver import Decode, SimServer, VirtualClock
 from controller.surface import (
     CAPTURED_BATCH_SIZES,
@@ -81,7 +73,7 @@ class Recording:
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
     policy = Recording()
-    monkeypatch.setitem(module.POLICIES, "recording", lambda argument: lambda hello, truth: policy)
+    monkeypatch.setitem(replay_policies.POLICIES, "recording", lambda argument: lambda hello, truth: policy)
     return policy
 
 
@@ -93,10 +85,12 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
 def test_a_seed_repeats_itself(policy: str, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policies: list[Recording] = []
     monkeypatch.setitem(
-        module.POLICIES, "recording", lambda argument: lambda hello, truth: policies.append(Recording()) or policies[-1]
+        replay_policies.POLICIES,
+        "recording",
+        lambda argument: lambda hello, truth: policies.append(Recording()) or policies[-1],
     )
 
-    def run(seed: int) -> module.Run:
+    def run(seed: int) -> Run:
         if loop == "closed":
             return serve(policy, scenario(seed=seed, seconds=10.0))
         return serve(
@@ -488,7 +482,7 @@ def test_the_command_end_to_end(tmp_path: Path, loop: list[str], capsys: pytest.
 def test_requests_are_made_up_where_no_file_is_given(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert main(["replay", "--load", "0.2", "--policies", "static:1", "--seconds", "5", "--json", str(out)]) == 0
-    (result,) = msgspec.json.decode(out.read_bytes(), type=list[module.Result])
+    (result,) = msgspec.json.decode(out.read_bytes(), type=list[Result])
     assert (result.surface, result.load) == ("h200-sglang", 0.2)
 
 

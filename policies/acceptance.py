@@ -187,6 +187,28 @@ class _Band(_Evidence):
         self._records, self._cusums = 0, (_Cusum(TILT), _Cusum(-TILT))
 
 
+def trials_of(step: StepRecord, max_steps: int) -> tuple[list[int], list[int]]:
+    """Return trials and accepted drafts by position of one record; both empty where it says nothing.
+
+    >>> from tests.messages import record
+    >>> trials_of(record(accepted_drafts=[3, 1, 0, MASKED, 1], truncated=[4]), max_steps=8)
+    ([4, 2, 1], [3, 1, 1])
+    """
+    accepted = step.accepted_drafts
+    reached = len(accepted) - accepted.count(MASKED)
+    depth = min(step.draft_tokens - 1, max_steps)
+    trials: list[int] = []
+    passed: list[int] = []
+    if reached == 0:
+        return trials, passed
+    ended = [accepted[row] for row in step.truncated]
+    for position in range(depth):
+        trials.append(reached - ended.count(position) if ended else reached)
+        reached -= accepted.count(position)
+        passed.append(reached)
+    return trials, passed
+
+
 class AcceptanceModel:
     """Acceptance of one server by position, batch size and context: ``learn`` every record, then ask.
 
@@ -236,26 +258,29 @@ class AcceptanceModel:
 
     def learn(self, step: StepRecord) -> None:
         """Take one record in. Rows that are masked, and steps of K=0, say nothing."""
-        accepted = step.accepted_drafts
-        reached = len(accepted) - accepted.count(MASKED)
-        depth = min(step.draft_tokens - 1, self._max_steps)
-        if depth < 1 or reached == 0:
+        trials, passed = trials_of(step, self._max_steps)
+        if not trials:
             return
-        ended = [accepted[row] for row in step.truncated]
-        trials, passed = [], []
-        for position in range(depth):
-            trials.append(reached - ended.count(position) if ended else reached)
-            reached -= accepted.count(position)
-            passed.append(reached)
-        band = self._bands[BANDS.cell(step.batch_size, step.context_tokens / max(step.batch_size, 1))]
+        band = self._band(step)
         since = band.change(trials, passed)
         if since is None:
             band.add(trials, passed)
             self._pool.add(trials, passed)
         else:
-            self.changes += 1
-            self.change_seq = step.record_seq
-            self._restart(band, since)
+            self._changed(step, band, since)
+
+    def presume_change(self, step: StepRecord, trials: Sequence[float], passed: Sequence[float]) -> None:
+        """Start anew at ``step``: another test says that what it saw by position is what holds now."""
+        since = _Evidence(list(trials), list(passed)).capped(CHANGED_SAMPLES)
+        self._changed(step, self._band(step), since)
+
+    def _band(self, step: StepRecord) -> _Band:
+        return self._bands[BANDS.cell(step.batch_size, step.context_tokens / max(step.batch_size, 1))]
+
+    def _changed(self, step: StepRecord, band: _Band, since: _Evidence) -> None:
+        self.changes += 1
+        self.change_seq = step.record_seq
+        self._restart(band, since)
 
     def expected_length(self, steps: int, batch_size: int, mean_context: float) -> float:
         """Return tokens per request and step at ``steps`` drafts, bonus token included."""

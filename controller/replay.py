@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -144,19 +145,31 @@ class Scenario:
     """Open loop, for the record: arrival rate in saturations of the server without speculation."""
     concurrency: int | None = None
     """Closed loop: requests at a time."""
-    acceptance: float | None = None
-    """Held for the whole run; None: ``acceptance_path``."""
+    acceptance: float | Sequence[Phase] | None = None
+    """Held for the whole run, or by phases; None: ``acceptance_path``."""
     max_running_requests: int = MAX_RUNNING_REQUESTS
     kv_tokens: int = KV_TOKENS
+    resume_seconds: float = 0.0
+    """What the first step with drafts after one without takes longer."""
+    decode_limits: Sequence[tuple[float, int]] = ()
+    """From each time on (seconds, rising) at most so many of the running requests are decoded."""
 
     def workload(self) -> Workload:
         """Return the first arrivals and the acceptance path."""
-        phases = acceptance_path(self.seconds, self.seed)
-        if self.acceptance is not None:
+        if self.acceptance is None:
+            phases = acceptance_path(self.seconds, self.seed)
+        elif isinstance(self.acceptance, float):
             phases = (Phase(0.0, "constant", self.acceptance),)
+        else:
+            phases = tuple(self.acceptance)
         if self.concurrency is None:
             return Workload(tuple(self.requests), phases)
         return Workload(tuple(self.following(index, 0.0) for index in range(self.concurrency)), phases)
+
+    def decode_limit(self, at: float) -> int:
+        """Return how many requests are decoded at a time, ``at`` seconds after the start."""
+        index = bisect_right(self.decode_limits, at, key=lambda limit: limit[0]) - 1
+        return self.decode_limits[index][1] if index >= 0 else self.max_running_requests
 
     def following(self, index: int, at: float) -> Arrival:
         """Return the ``index``-th request of a closed loop, to arrive ``at``."""
@@ -251,6 +264,8 @@ def serve(policy: str, scenario: Scenario, make: Factory | None = None) -> Run:
             agent=agent,
             on_decode=run.decodes.append,
             on_end=on_end,
+            resume_seconds=scenario.resume_seconds,
+            decode_limit=scenario.decode_limit if scenario.decode_limits else None,
         )
         for request in scenario.requests:
             if (needed := server.kv_needed(request)) > scenario.kv_tokens:

@@ -49,6 +49,9 @@ MAX_PREFILL_TOKENS = 8192
 IDLE_SECONDS = 0.002
 """An idle scheduler looks for requests, and for tables, this often."""
 
+_TOKENS = [[0] * count for count in range(66)]
+"""What a step emits for a request, by the count of tokens: nobody reads their values."""
+
 
 # -- time --
 
@@ -141,16 +144,6 @@ class Req:
         """Tokens in its KV cache."""
         return self.prompt_tokens + len(self.output_ids)
 
-    def emit(self, tokens: int) -> int:
-        """Append an accepted run and return how much of it the client sees."""
-        before = len(self.output_ids)
-        self.output_ids.extend([0] * tokens)
-        if len(self.output_ids) < self.output_tokens:
-            return tokens
-        self.finished_reason = "stop"
-        self.finished_len = self.output_tokens
-        return self.output_tokens - before
-
 
 @dataclass(eq=False, slots=True)
 class Batch:
@@ -168,11 +161,14 @@ class Batch:
         """Return what stays as it was at the launch until the result is settled."""
         return dataclasses.replace(self, reqs=self.reqs[:])
 
-    def drop_finished(self) -> None:
-        """Keep the live requests."""
+    def drop_finished(self) -> list[Req]:
+        """Keep the live requests, and return the others."""
         live = [req for req in self.reqs if req.finished_reason is None]
-        if len(live) != len(self.reqs):
-            self.reqs = live
+        if len(live) == len(self.reqs):
+            return []
+        ended = [req for req in self.reqs if req.finished_reason is not None]
+        self.reqs = live
+        return ended
 
 
 @dataclass(eq=False, slots=True)
@@ -243,11 +239,16 @@ class SimServer:
         agent: Agent | None = None,
         on_decode: Callable[[Decode], None] | None = None,
         on_end: Callable[[Req, float], Arrival | None] | None = None,
+        resume_seconds: float = 0.0,
+        decode_limit: Callable[[float], int] | None = None,
     ) -> None:
         """``kv_tokens`` 0: no limit. ``agent``: instead of one made from ``settings`` and the steps.
 
         ``on_end`` hears of each request that ends, and when (seconds since the start); what it
-        returns arrives then, which closes the loop.
+        returns arrives then, which closes the loop. ``resume_seconds``: what the first step with
+        drafts after one without takes longer, as where the draft model must catch up.
+        ``decode_limit``: at most so many of the running requests are decoded, by seconds since the
+        start; the others pause. So a batch size can be made to follow the time, and nothing else.
         """
         self.agent = agent or Agent(settings, TablePolicy(settings, candidate_steps, initial_steps, clock.now))
         self.policy = self.agent.policy
@@ -260,8 +261,14 @@ class SimServer:
         self._kv_tokens = kv_tokens
         self._kv_slack = 2 * (max(self.policy.candidate_steps) + 1)
         self._kv_reserved = 0
+        self._kv_used = 0
         self._on_decode = on_decode
         self._on_end = on_end
+        self._resume_seconds = resume_seconds
+        self._launched_steps = -1
+        self._decode_limit = decode_limit
+        self._part = Batch([], Mode.DECODE)
+        self._part_of: list[Req] = []
         self._received = 0
         self._to_come = deque(workload.arrivals)
         self._waiting: deque[Req] = deque()
@@ -374,7 +381,7 @@ class SimServer:
         """Prefill what waits and fits, else decode; under overlap the last result is not in yet."""
         if self._last is not None and self._last.forward_mode.is_extend():
             self._running.reqs = self._running.reqs + self._last.reqs
-        self._running.drop_finished()
+        self._kv_used -= sum([req.seqlen for req in self._running.drop_finished()])
         prefill: list[Req] = []
         tokens = 0
         while self._waiting and len(self._running.reqs) + len(prefill) < self._max_running:
@@ -385,11 +392,20 @@ class SimServer:
             if self._kv_tokens and self._kv_reserved + needed > self._kv_tokens:
                 break
             self._kv_reserved += needed
+            self._kv_used += prompt
             tokens += prompt
             prefill.append(self._waiting.popleft())
         if prefill:
             return Batch(prefill, Mode.EXTEND, extend_num_tokens=tokens)
-        return self._running if self._running.reqs else None
+        return self._decodable() if self._running.reqs else None
+
+    def _decodable(self) -> Batch:
+        running = self._running
+        if self._decode_limit is None or (limit := self._decode_limit(self._elapsed())) >= len(running.reqs):
+            return running
+        if self._part_of is not running.reqs or len(self._part.reqs) != limit:
+            self._part, self._part_of = Batch(running.reqs[:limit], Mode.DECODE), running.reqs
+        return self._part
 
     def kv_needed(self, request: Req | Arrival) -> int:
         """Return the KV tokens set aside for a request as long as it runs.
@@ -424,16 +440,14 @@ class SimServer:
         steps = self.policy.get_steps_for_batch(batch_size)
         at = self._elapsed()
         acceptance = self._workload.acceptance(at)
-        draw = self._draws.accepted
-        context_tokens = 0
-        accepted = []
-        for req in batch.reqs:
-            context_tokens += req.prompt_tokens + req.position
-            drafts = draw(req.index, req.position, steps, acceptance)
-            accepted.append(drafts)
+        mean_context = sum([req.prompt_tokens + req.position for req in batch.reqs]) / batch_size
+        accepted = self._draws.accepted_each(batch.reqs, steps, acceptance)
+        for req, drafts in zip(batch.reqs, accepted, strict=True):
             req.position += drafts + 1
-        mean_context = context_tokens / batch_size
         seconds = self._surface.decode_seconds(steps, batch_size, mean_context)
+        if steps and self._launched_steps == 0:
+            seconds += self._resume_seconds
+        self._launched_steps = steps
         if self._on_decode is not None:
             self._on_decode(Decode(at, steps, self.policy.held_steps, batch_size, mean_context, acceptance, seconds))
         return Result(
@@ -471,9 +485,19 @@ class SimServer:
         self._previous_steps = steps
 
     def _emit(self, req: Req, tokens: int) -> None:
-        self._tokens += req.emit(tokens)
-        if req.finished_reason is None:
-            return
+        """Append an accepted run; its client sees as much of it as lies before the request's end."""
+        output_ids = req.output_ids
+        output_ids += _TOKENS[tokens]
+        self._tokens += tokens
+        self._kv_used += tokens
+        beyond = len(output_ids) - req.output_tokens
+        if beyond >= 0:
+            self._tokens -= beyond
+            self._end(req)
+
+    def _end(self, req: Req) -> None:
+        req.finished_reason = "stop"
+        req.finished_len = req.output_tokens
         self._kv_reserved -= self.kv_needed(req)
         if self._on_end is not None and (following := self._on_end(req, self._elapsed())) is not None:
             self._to_come.append(following)
@@ -485,7 +509,7 @@ class SimServer:
             self._clock.sleep(remaining)
 
     def _load(self) -> tuple[int, int, int]:
-        return len(self._running.reqs), len(self._waiting), sum([req.seqlen for req in self._running.reqs])
+        return len(self._running.reqs), len(self._waiting), self._kv_used
 
     def _elapsed(self) -> float:
         return self._clock.now() - self._started_at

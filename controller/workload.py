@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,20 @@ class Workload:
 # -- which drafts are accepted --
 
 
+class Decoding(Protocol):
+    """A request as far as draws depend on it."""
+
+    index: int
+    """In the order of arrival."""
+    position: int
+    """Of the next output token."""
+
+
 class Draws(Protocol):
     """Decides how many drafts of a step are accepted."""
 
-    def accepted(self, request: int, position: int, steps: int, acceptance: float) -> int:
-        """Return how many of ``steps`` drafts for ``request`` are, the first at output ``position``."""
+    def accepted_each(self, requests: Sequence[Decoding], steps: int, acceptance: float) -> list[int]:
+        """Return for each request how many of its ``steps`` drafts are."""
 
 
 class SequentialDraws:
@@ -63,8 +73,11 @@ class SequentialDraws:
     def __init__(self, rng: random.Random) -> None:
         self._random = rng.random
 
-    def accepted(self, request: int, position: int, steps: int, acceptance: float) -> int:  # noqa: ARG002
-        """Return the length of the accepted run."""
+    def accepted_each(self, requests: Sequence[Decoding], steps: int, acceptance: float) -> list[int]:
+        """Return the lengths of the accepted runs."""
+        return [self._accepted(steps, acceptance) for _ in requests]
+
+    def _accepted(self, steps: int, acceptance: float) -> int:
         accepted = 0
         while accepted < steps and self._random() < acceptance:
             accepted += 1
@@ -86,18 +99,40 @@ class KeyedDraws:
     _LONGEST = 64
 
     def __init__(self, seed: int) -> None:
-        ring = np.random.default_rng([seed, 1]).random(self._SIZE)
-        self._ring: list[float] = [*ring.tolist(), *ring[: self._LONGEST].tolist()]
+        self._ring = np.random.default_rng([seed, 1]).random(self._SIZE)
+        self._acceptance = -1.0
+        self._runs: dict[int, bytes] = {}
 
     def accepted(self, request: int, position: int, steps: int, acceptance: float) -> int:
         """Return the length of the accepted run; ``steps`` up to 64."""
-        ring = self._ring
-        # Knuth's multiplicative hash spreads the starts over the ring.
-        start = at = ((request * 2654435761 % (1 << 32) >> 14) + position) % self._SIZE
-        end = start + steps
-        while at < end and ring[at] < acceptance:
-            at += 1
-        return at - start
+        return self._table(steps, acceptance)[_start(request, position)]
+
+    def accepted_each(self, requests: Sequence[Decoding], steps: int, acceptance: float) -> list[int]:
+        """Return the lengths of the accepted runs."""
+        table = self._table(steps, acceptance)
+        return [table[_start(request.index, request.position)] for request in requests]
+
+    def _table(self, steps: int, acceptance: float) -> bytes:
+        """Return the length of the accepted run from every place of the ring: acceptance changes seldom."""
+        if acceptance != self._acceptance:
+            self._acceptance = acceptance
+            self._runs = {}
+        if steps not in self._runs:
+            self._runs[steps] = np.minimum(_accepted_runs(self._ring, acceptance, self._LONGEST), steps).tobytes()
+        return self._runs[steps]
+
+
+def _start(request: int, position: int) -> int:
+    # Knuth's multiplicative hash spreads the starts over the ring.
+    return ((request * 2654435761 % (1 << 32) >> 14) + position) % (1 << 18)
+
+
+def _accepted_runs(ring: npt.NDArray[np.float64], acceptance: float, longest: int) -> npt.NDArray[np.uint8]:
+    """Return how many numbers in a row from each place on are below ``acceptance``."""
+    places = np.arange(len(ring) + longest)
+    refused = np.where(np.append(ring, ring[:longest]) < acceptance, len(places), places)
+    next_refused = np.minimum.accumulate(refused[::-1])[::-1]
+    return np.minimum(next_refused - places, longest)[: len(ring)].astype(np.uint8)
 
 
 # -- the demo's --

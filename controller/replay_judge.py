@@ -14,6 +14,7 @@ from controller.surface import ContextSurface
 
 SKIPPED_STEPS = 2000
 WINDOW_STEPS = 200
+CHOOSE_WINDOW_STEPS = 50
 GOOD_SHARE = 0.95
 
 
@@ -21,6 +22,10 @@ GOOD_SHARE = 0.95
 class Judged:
     """Every decode step of a run by the truth; arrays with one entry a step."""
 
+    at: npt.NDArray[np.float64]
+    """Seconds since the start of the server, at the launch."""
+    batch: npt.NDArray[np.int64]
+    acceptance: npt.NDArray[np.float64]
     steps: npt.NDArray[np.int64]
     explored: npt.NDArray[np.bool_]
     """The exploration drew another K than the table held."""
@@ -31,11 +36,15 @@ class Judged:
     seconds: npt.NDArray[np.float64]
     lost_seconds: npt.NDArray[np.float64]
     """Of an explored step, beyond the time in which the held K makes as many tokens; it may be below 0."""
+    held_share: npt.NDArray[np.float64]
+    """Goodput of the held K over that of the state's best: what the table chose, whatever was explored."""
+    goodput: dict[int, npt.NDArray[np.float64]]
+    """Tokens per second to expect of each K in the step's state."""
 
     @staticmethod
     def of(decodes: Sequence[Decode], surface: ContextSurface) -> Judged:
         """Judge against every K of ``surface``, the speculating one also for a server without speculation."""
-        _, steps, held, batch, context, acceptance, seconds = (
+        at, steps, held, batch, context, acceptance, seconds = (
             np.array(column) for column in zip(*decodes, strict=True)
         )
         tokens = [batch * sum(acceptance**position for position in range(k + 1)) for k in surface.steps]
@@ -45,19 +54,40 @@ class Judged:
         expected = np.select([steps == k for k in surface.steps], tokens, np.nan)
         explored = steps != held
         of_held = np.select([held == k for k in surface.steps], goodput, np.nan)
+        of_best = np.max(goodput, axis=0)
         return Judged(
+            at=at,
+            batch=batch,
+            acceptance=acceptance,
             steps=steps,
             explored=explored,
             expected=expected,
-            best=seconds * np.max(goodput, axis=0),
+            best=seconds * of_best,
             seconds=seconds,
             lost_seconds=np.where(explored, seconds - expected / of_held, 0.0),
+            held_share=of_held / of_best,
+            goodput=dict(zip(surface.steps, goodput, strict=True)),
         )
 
+    def between(self, begin: int, end: int | None = None) -> Judged:
+        """Return the steps from ``begin`` up to ``end``."""
+        part = slice(begin, end)
+        goodput = {k: values[part] for k, values in self.goodput.items()}
+        arrays = {name: values[part] for name, values in vars(self).items() if name != "goodput"}
+        return Judged(**arrays, goodput=goodput)
+
+    def settled(self) -> Judged:
+        """Return the steps that figures are taken from: without the first 2,000, or a tenth of fewer."""
+        return self.between(SKIPPED_STEPS if len(self.steps) > SKIPPED_STEPS else len(self.steps) // 10)
+
     def reference_share(self) -> float:
-        """Return expected tokens over those of the best K, without the first 2,000 steps (or a tenth, of fewer)."""
-        skipped = SKIPPED_STEPS if len(self.steps) > SKIPPED_STEPS else len(self.steps) // 10
-        return float(self.expected[skipped:].sum() / self.best[skipped:].sum())
+        """Return expected tokens over those of the best K, of the settled steps."""
+        settled = self.settled()
+        return float(settled.expected.sum() / settled.best.sum())
+
+    def regret_seconds(self) -> npt.NDArray[np.float64]:
+        """Return the time lost up to each step: beyond that in which the best K makes as many tokens."""
+        return np.asarray(np.cumsum(self.seconds * (1.0 - self.expected / self.best)), np.float64)
 
     def switches_per_100_steps(self) -> tuple[float, float]:
         """Return changes of K, and those of them into or out of an explored step."""
@@ -70,13 +100,38 @@ class Judged:
         return float(self.lost_seconds.sum() / self.seconds.sum())
 
     def steps_to_95(self) -> int | None:
-        """Return the step from which on the share of the last 200 steps is at least 0.95 for 200 steps."""
-        window = np.ones(WINDOW_STEPS)
-        if len(self.steps) < 2 * WINDOW_STEPS:
-            return None
-        share = np.convolve(self.expected, window, "valid") / np.convolve(self.best, window, "valid")
-        good = np.convolve(share >= GOOD_SHARE, window, "valid").round() == WINDOW_STEPS
-        return int(good.argmax()) + WINDOW_STEPS if good.any() else None
+        """Return the steps until the share of the best K is 0.95 to stay, exploration counted.
+
+        The first step that is so good itself, and from which on every stretch of 200 steps that
+        begins within 200 steps is: 0 for a policy that is right at once. None if there is none, or
+        fewer than 399 steps after it.
+        """
+        return first_good(self.expected, self.best, WINDOW_STEPS, WINDOW_STEPS)
+
+    def steps_to_choose(self, begin: int, end: int | None = None) -> int | None:
+        """Return the steps from ``begin`` until the held K is within 5 % of the best to stay.
+
+        The first step at which it is, and from which on it is on the average of each stretch of 50
+        steps that begins within 50 steps. What exploration draws has no part in it: a probe neither
+        answers a change nor undoes an answer. None if there is none before ``end``.
+        """
+        share = self.held_share[begin:end]
+        return first_good(share, np.ones(len(share)), CHOOSE_WINDOW_STEPS, CHOOSE_WINDOW_STEPS)
+
+
+def first_good(got: npt.NDArray[np.float64], best: npt.NDArray[np.float64], window: int, lasting: int) -> int | None:
+    """Return the first step with 0.95 of ``best``, from which on each of ``lasting`` windows in a row has it.
+
+    >>> first_good(np.array([1.0, 0.5, 1.0, 1.0, 1.0, 1.0]), np.ones(6), window=2, lasting=3)
+    2
+    """
+    if len(got) < window + lasting - 1:
+        return None
+    ones = np.ones(window)
+    share = np.convolve(got, ones, "valid") / np.convolve(best, ones, "valid")
+    lasts = np.convolve(share >= GOOD_SHARE, np.ones(lasting), "valid").round() == lasting
+    good = lasts & (got[: len(lasts)] >= GOOD_SHARE * best[: len(lasts)])
+    return int(good.argmax()) if good.any() else None
 
 
 class TimePerOutputToken(msgspec.Struct, frozen=True):

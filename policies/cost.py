@@ -187,6 +187,11 @@ class CostModel:
         cell.moved = 0.0
         cell.held = self._shared_at = self.steps_learned
 
+    @property
+    def cells(self) -> int:
+        """Number of cells that have a line; of a stored prior, as long as nothing was learned."""
+        return len(self._fitted)
+
     def predict(self, steps: int, batch_size: int, mean_context: float) -> tuple[float, float]:
         """Return seconds and their relative standard error; ``mean_context`` in tokens per request."""
         seconds, error = self._predict((steps,), batch_size, mean_context)
@@ -257,15 +262,20 @@ class CostModel:
         design = self._designs.get((size, steps))
         if design is None:
             design = self._designs[size, steps] = stack([self._design(k, size) for k in steps])
-        means, variances = self._backbone.at(design, context)
+        means, covariance = self._backbone.at(design, context)
+        apart = np.full(len(steps), self._backbone.misfit)
         for row, k in enumerate(steps):
             cell = self._cells.get((k, size))
             if cell is not None and cell.n:
                 own, variance = cell.at(context, self._common)
-                share = variances[row] / (variances[row] + variance)
-                means[row] += share * (own - means[row])
-                variances[row] = share * variance
-        return np.exp(means + self._common), np.sqrt(variances)
+                rest = variance / (covariance[row, row] + apart[row] + variance)
+                means[row] += (1.0 - rest) * (own - means[row])
+                covariance[row] *= rest
+                covariance[:, row] *= rest
+                apart[row] = rest * rest * apart[row] + (1.0 - rest) ** 2 * variance
+        covariance[np.diag_indices(len(steps))] += apart
+        return np.exp(means + self._common), np.sqrt(covariance.diagonal())
+
 
     def _refit(self) -> None:
         """Fit the backbone to all cells, and tell them its slopes."""

@@ -1,10 +1,12 @@
 """The backbone of the cost model: step seconds as a smooth function of K, batch size and context.
 
-    log seconds = s + log sum_j exp(theta_j) f_j(K, size, context) + h(K, size) . g,
+    log seconds = s + log sum_j exp(theta_j) f_j(K, size, context) + h(K, size) . g
 
-positive terms f for what a step is made of, and a small bend h for what they miss; a Gaussian
-posterior of (s, theta, g), fitted by Gauss-Newton to what the cells know. s is free, so nothing
-depends on how fast the hardware is. It speaks for cells that were never tried.
+The terms f are what a step is made of, all positive. The bend h . g is what they miss: the sum of
+three smooth curves, over the octaves of batch size, of K + 1 and of tokens, each a Gaussian
+process (Rasmussen & Williams 2006). The posterior of (s, theta, g) is Gaussian, fitted by
+Gauss-Newton to what the cells know. s is free, so nothing depends on how fast the hardware is.
+The backbone speaks for cells that were never tried.
 """
 
 from __future__ import annotations
@@ -21,21 +23,58 @@ Array = NDArray[np.float64]
 
 KNEE_TOKENS = 256.0
 """Tokens around which a step turns from memory-bound to compute-bound (peak FLOP / bandwidth: H200 206, A100 156)."""
-TERM_WEIGHTS: Array = np.array([1.0, 0.05, 0.05, 2e-3, 4e-3, 0.3, 5e-6, 1e-6, 2e-7, 2e-5])
-"""Prior medians of the terms of ``_design`` against the first: an 8B-shaped model on an H200."""
-TERM_ERRORS: Array = np.array([1e-3, 1.5, 1.0, 1.0, 1.0, 1.5, 1.2, 1.5, 1.5, 2.0])
-"""Their prior standard deviations on the log scale; the first is pinned, since s scales it."""
-SIZE_NODES = 11
-"""Nodes of the bend, one an octave of size from 1 to 1024; and STEPS_NODES at K = 0, 1, 3, 7, 15."""
-STEPS_NODES = 5
-BEND_ERRORS: Array = np.array([0.15] * SIZE_NODES + [0.08] * STEPS_NODES + [0.08] * SIZE_NODES)
-MISFIT = 0.04
-"""Relative deviation of one cell from the backbone, at first (for ten cells)."""
+
+FEW_EXPERTS, MANY_EXPERTS = 16.0, 64.0
+"""Tokens that touch 63 % of a mixture's experts: experts / experts per token, Mixtral 4, Qwen3 16, DeepSeek-V3 32."""
+
+_TERMS = (
+    # Of a step without context: median against the first (an 8B-shaped model on an H200), error of its log.
+    ("weights, read once", 1.0, 1e-3),  # pinned, since s scales it
+    ("speculating at all", 0.05, 1.5),
+    ("draft forwards", 0.05, 1.0),
+    ("requests", 2e-3, 1.0),
+    ("verified tokens past the knee", 4e-3, 1.0),
+    ("eager launches", 0.3, 1.5),
+    ("a few experts", 0.2, 1.5),
+    ("many experts", 0.2, 1.5),
+    # Per token of context; wide, as a token's keys and values differ sixteenfold between models.
+    ("keys and values read by the target", 5e-6, 2.0),
+    ("and once more by a verify", 1e-6, 1.5),
+    ("and by each draft forward", 2e-7, 1.5),
+    ("the longest request, where a kernel does not split it", 2e-5, 2.0),
+)
+_TERM_WEIGHTS: Array = np.array([weight for _, weight, _ in _TERMS])
+
+CURVE_OCTAVES = 3.0
+"""Distance over which a curve of the bend keeps 60 % of its deviation."""
+ROUGHNESS = 0.01
+"""What each octave deviates by itself."""
+_CURVES = ((11, 0.15), (5, 0.05), (13, 0.06))
+"""Nodes, one an octave from 1, and standard deviation of the curves over batch size, K + 1 and tokens."""
+
+MISFIT, MISFIT_CELLS = 0.025, 5.0
+"""Relative deviation of one cell from the backbone: assumed at first, and for how many cells that counts."""
 
 
-_TERMS = len(TERM_WEIGHTS)
-_PARAMETERS = 1 + _TERMS + len(BEND_ERRORS)
-_PRIOR_ERRORS: Array = np.concatenate(([1e6], TERM_ERRORS, BEND_ERRORS))
+def _bend_covariance() -> Array:
+    """Squared-exponential kernels of the three curves, on the diagonal of one matrix."""
+    count = sum(nodes for nodes, _ in _CURVES)
+    covariance = np.eye(count) * ROUGHNESS**2
+    start = 0
+    for nodes, deviation in _CURVES:
+        part = slice(start, start + nodes)
+        distance = np.subtract.outer(np.arange(nodes), np.arange(nodes)) / CURVE_OCTAVES
+        covariance[part, part] += deviation**2 * np.exp(-0.5 * distance**2)
+        start += nodes
+    return covariance
+
+
+_THETA = slice(1, 1 + len(_TERMS))
+_BEND = slice(1 + len(_TERMS), 1 + len(_TERMS) + sum(nodes for nodes, _ in _CURVES))
+_PRIOR_COVARIANCE: Array = np.diag([1e6, *(error**2 for _, _, error in _TERMS), *[0.0] * (_BEND.stop - _BEND.start)])
+_PRIOR_COVARIANCE[_BEND, _BEND] = _bend_covariance()
+_PRIOR_PRECISION: Array = np.asarray(np.linalg.inv(_PRIOR_COVARIANCE), np.float64)
+_PARAMETERS = len(_PRIOR_COVARIANCE)
 
 Design = tuple[Array, Array, Array]
 """For some cells: terms at no context, their rise per context token, and the bend's row."""
@@ -46,18 +85,21 @@ class Backbone:
     """Posterior of (s, theta, g): mean, covariance, and the estimated variance of cells about it."""
 
     mean: Array = field(default_factory=lambda: np.zeros(_PARAMETERS))
-    covariance: Array = field(default_factory=lambda: np.diag(_PRIOR_ERRORS**2))
+    covariance: Array = field(default_factory=_PRIOR_COVARIANCE.copy)
     misfit: float = MISFIT**2
 
     def at(self, design: Design, context: float) -> tuple[Array, Array]:
-        """Return log seconds of cells and their variances, shape (cells,), at ``context`` tokens in all."""
+        """Return log seconds of cells, shape (cells,), and their covariance, (cells, cells), without ``misfit``.
+
+        ``context`` is in tokens of all requests.
+        """
         means, jacobian = _linearise(design, context, self.mean)
-        return means, (jacobian @ self.covariance * jacobian).sum(axis=1) + self.misfit
+        return means, jacobian @ self.covariance @ jacobian.T
 
     def slopes(self, design: Design, context: Array) -> Array:
         """Return relative rises of seconds per token, shape (cells,), at each cell's ``context``."""
         fixed, rise, _ = design
-        weights = np.exp(self.mean[1 : 1 + _TERMS])
+        weights = np.exp(self.mean[_THETA])
         slopes: Array = (rise @ weights) / ((fixed + rise * context[:, None]) @ weights)
         return slopes
 
@@ -73,35 +115,39 @@ class Backbone:
         levels = np.concatenate((level + np.log1p(-lean), level + np.log1p(lean)))
         weight = np.tile(0.5 / (self.misfit + noise), 2)[:, None]
         twice = (np.concatenate((design[0],) * 2), np.concatenate((design[1],) * 2), np.concatenate((design[2],) * 2))
-        mean, covariance, precision = self.mean, self.covariance, _PRIOR_ERRORS**-2
+        mean, covariance = self.mean, self.covariance
         for _ in range(2):
             guess, jacobian = _linearise(twice, contexts, mean)
             weighted = (jacobian * weight).T
-            covariance = np.asarray(np.linalg.inv(weighted @ jacobian + np.diag(precision)), np.float64)
+            covariance = np.asarray(np.linalg.inv(weighted @ jacobian + _PRIOR_PRECISION), np.float64)
             target = covariance @ (weighted @ (levels - guess + jacobian @ mean))
             step = target - mean
-            step[1 : 1 + _TERMS] = np.clip(step[1 : 1 + _TERMS], -1.0, 1.0)
+            step[_THETA] = np.clip(step[_THETA], -1.0, 1.0)
             mean = mean + step
         off = ((levels - _linearise(twice, contexts, mean)[0]) ** 2).sum() / 2.0
-        free = max(len(level) - _PARAMETERS + float(covariance.diagonal() @ precision), 0.0)
-        return Backbone(mean, covariance, (10.0 * MISFIT**2 + off) / (10.0 + free))
+        free = max(len(level) - _PARAMETERS + float((covariance * _PRIOR_PRECISION).sum()), 0.0)
+        return Backbone(mean, covariance, (MISFIT_CELLS * MISFIT**2 + off) / (MISFIT_CELLS + free))
 
 
 def design_row(steps: int, size: float, eager: bool) -> Design:
-    """Return what the backbone sees of one cell; ``context`` is the sum of sequence lengths.
-
-    Terms: weights read once, speculating at all, draft forwards, requests, verified tokens
-    past the knee, eager launches; then KV read by the target, by a verify, by drafts, and the
-    longest single request, which bounds kernels that do not split it.
-    """
+    """Return what the backbone sees of one cell: its ``_TERMS`` in order, and its place on the curves."""
     tokens = size * (steps + 1)
     speculates = float(steps > 0)
-    fixed = np.array([1.0, speculates, steps, size, tokens**2 / (tokens + KNEE_TOKENS), float(eager), 0, 0, 0, 0])
-    rise = np.array([0, 0, 0, 0, 0, 0, 1.0, speculates, steps, 1.0 / size])
-    depth = math.log2(steps + 1)
-    sizes = _hats(math.log2(size), SIZE_NODES)
-    bend = np.concatenate((sizes, _hats(depth, STEPS_NODES), sizes * (depth - 1.0)))
-    return fixed * TERM_WEIGHTS, rise * TERM_WEIGHTS, bend
+    past_knee = tokens**2 / (tokens + KNEE_TOKENS)
+    few, many = 1.0 - math.exp(-tokens / FEW_EXPERTS), 1.0 - math.exp(-tokens / MANY_EXPERTS)
+    fixed = np.array([1.0, speculates, steps, size, past_knee, float(eager), few, many, 0.0, 0.0, 0.0, 0.0])
+    rise = np.array([0.0] * 8 + [1.0, speculates, steps, 1.0 / size])
+    places = (size, steps + 1.0, tokens)
+    bend = np.concatenate([_hats(math.log2(at), nodes) for at, (nodes, _) in zip(places, _CURVES, strict=True)])
+    return fixed * _TERM_WEIGHTS, rise * _TERM_WEIGHTS, bend
+
+
+def stack(designs: Sequence[Design]) -> Design:
+    """Return the rows of several cells as one design."""
+    if not designs:
+        return np.empty((0, len(_TERMS))), np.empty((0, len(_TERMS))), np.empty((0, _BEND.stop - _BEND.start))
+    fixed, rise, bend = zip(*designs, strict=True)
+    return np.array(fixed), np.array(rise), np.array(bend)
 
 
 def _hats(x: float, nodes: int) -> Array:
@@ -113,18 +159,10 @@ def _hats(x: float, nodes: int) -> Array:
 def _linearise(design: Design, context: Any, mean: Array) -> tuple[Array, Array]:
     """Return the backbone's log seconds and its Jacobian, row by row."""
     fixed, rise, bend = design
-    terms = (fixed + rise * context) * np.exp(mean[1 : 1 + _TERMS])
+    terms = (fixed + rise * context) * np.exp(mean[_THETA])
     total = terms.sum(axis=1)
     jacobian = np.empty((len(total), _PARAMETERS))
     jacobian[:, 0] = 1.0
-    jacobian[:, 1 : 1 + _TERMS] = terms / total[:, None]
-    jacobian[:, 1 + _TERMS :] = bend
-    return mean[0] + np.log(total) + bend @ mean[1 + _TERMS :], jacobian
-
-
-def stack(designs: Sequence[Design]) -> Design:
-    """Return the rows of several cells as one design."""
-    if not designs:
-        return np.empty((0, _TERMS)), np.empty((0, _TERMS)), np.empty((0, len(BEND_ERRORS)))
-    fixed, rise, bend = zip(*designs, strict=True)
-    return np.array(fixed), np.array(rise), np.array(bend)
+    jacobian[:, _THETA] = terms / total[:, None]
+    jacobian[:, _BEND] = bend
+    return mean[0] + np.log(total) + bend @ mean[_BEND], jacobian

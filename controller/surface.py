@@ -161,6 +161,8 @@ class ContextSurface:
     captured_batch_sizes: tuple[int, ...]
     costs: Mapping[int, Costs]
     """By K."""
+    factor: float = 1.0
+    """What prefills cost, as a multiple of the estimate."""
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -193,7 +195,15 @@ class ContextSurface:
 
     def prefill_seconds(self, tokens: int) -> float:
         """Return the seconds of a prefill of ``tokens`` prompt tokens: the estimate of ``H200_8B``."""
-        return PREFILL_BASE_SECONDS + tokens * PREFILL_SECONDS_PER_TOKEN
+        return self.factor * (PREFILL_BASE_SECONDS + tokens * PREFILL_SECONDS_PER_TOKEN)
+
+    def scaled(self, factor: float) -> ContextSurface:
+        """Return the surface with everything ``factor`` times as slow."""
+        costs = {
+            steps: Costs(own.contexts, tuple(tuple(factor * seconds for seconds in row) for row in own.seconds))
+            for steps, own in self.costs.items()
+        }
+        return ContextSurface(self.captured_batch_sizes, costs, factor * self.factor)
 
 
 LEAST_OF_FIRST = 0.6
@@ -221,6 +231,11 @@ class NamedSurface:
     speculating: ContextSurface
     plain: ContextSurface
     """The server started without speculation: K=0 only."""
+
+    def scaled(self, factor: float) -> NamedSurface:
+        """Return a server that takes ``factor`` times as long for everything."""
+        label = self.label if factor == 1.0 else f"{self.label}; every cost x {factor:g}"
+        return NamedSurface(self.name, label, self.speculating.scaled(factor), self.plain.scaled(factor))
 
 
 class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

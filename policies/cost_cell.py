@@ -2,8 +2,8 @@
 
 exp(level) * (1 + slope * (context - mean context)), followed record by record. The memory is the
 cell's own: it ages by its own records only, so that what is not run stays as it was. Levels are
-logs, bounds are relative. Movement that other cells take part in is told by ``moved``; who shares
-it out is ``policies.cost.CostModel``.
+logs, bounds are relative, and a level is over the *common* one, which moves all cells alike and is
+kept by ``policies.cost_common``.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ RUN = 8
 """Records in a row beyond CLIP on one side that are a new level, not outliers."""
 FAST, ALARM = 16.0, 5.0
 """A mean over the last FAST records off by ALARM standard errors cuts the memory to FAST: a small shift."""
-SETTLED = 16.0
-"""Records after which movement is drift, not a cell finding its level."""
-DRIFT_ERROR = 0.5
-"""Error of an untouched cell per unit of common movement since its last record: twice (1 - COMMON) / COMMON."""
+RETURNED = 16.0
+"""Records that a cell counts as, from which on its level is known again."""
+SETTLED = 64
+"""Records of a cell after which its movement is drift, not a level being found."""
 SLOPE_ERROR = 0.3
 """Relative error of the backbone's context slope in a cell that shows none of its own."""
 CURVE_ERROR = 0.15
@@ -39,6 +39,7 @@ class Cell:
     """exp(level) * (1 + slope * (context - mean_context)) seconds over the common level."""
 
     n: float = 0.0
+    """Records the level counts as; 0 before the cell has a line."""
     level: float = 0.0
     mean_context: float = 0.0
     context_square: float = 0.0
@@ -53,15 +54,26 @@ class Cell:
     spread: float = FIRST_SPREAD
     fast: float = 0.0
     run: list[float] = field(default_factory=list)
+    returns: bool = False
+    """The level is so uncertain that it is found anew by the next FIRST records, which are in ``run``."""
+    records: int = 0
+    """Records ever learned."""
     moved: float = 0.0
-    """How far the level went since it was settled, or since this was last shared."""
+    """How far the level drifted without the common one."""
     seen: float = 0.0
     """The common level at the last record."""
     last: int = 0
-    """``steps_learned`` at the last record, and at the newest record at which the level was known to hold."""
+    """The model's count of records at the last one of this cell."""
     held: int = 0
-    since_carried: int = 0
-    """Records since the common level moved without this cell."""
+    """The same when the level was last known to hold."""
+    corrects: bool = False
+    """Common movement, the last of it at ``held``, was shared with this cell since it was known to hold."""
+    withheld: float = 0.0
+    """Common movement that was not, as this cell had been seen after it, perhaps."""
+    unrest: float = 0.0
+    """``Common.unrest`` then."""
+    stored: float | None = None
+    """Common and own level as the stored prior has them, until the cell's own records outweigh it."""
 
     def start(self, level: float, context: float) -> bool:
         """Take one of the first records; True once the cell has a line."""
@@ -72,11 +84,24 @@ class Cell:
         self.level, self.n, self.run = median(self.run), float(FIRST), []
         return True
 
-    def learn(self, log_seconds: float, context: float) -> bool:
-        """Follow one record, ``log_seconds`` over the common level; True if that made it jump to a new one."""
+    def doubt(self, variance: float) -> None:
+        """Count as fewer records: the level may have moved by ``variance`` while none came."""
+        self.n = 1.0 / (1.0 / self.n + variance / (self.spread * self.spread))
+        self.returns |= self.n < FIRST
+
+    def learn(self, log_seconds: float, context: float) -> tuple[float, bool]:
+        """Follow one record, ``log_seconds`` over the common level.
+
+        Return how far the level moved, and whether it was found elsewhere: by a run of records far
+        off to one side, or by the first records after it had become uncertain.
+        """
+        self.records += 1
         off = context - self.mean_context
         line = max(self.slope * off, -0.95)
         surprise = log_seconds - self.level - math.log1p(line)
+        if self.returns:
+            self.run.append(self.level + surprise)
+            return (self._return(), True) if len(self.run) >= FIRST else (0.0, False)
         bound = CLIP * self.spread
         error = min(max(surprise, -bound), bound)
         if error != surprise:
@@ -84,12 +109,9 @@ class Cell:
                 self.run.clear()
             self.run.append(self.level + surprise)
             if len(self.run) >= max(FIRST, min(RUN, self.n)):
-                self._jump()
-                return True
+                return self._jump(), True
         elif self.run:
             self.run.clear()
-        if self.n >= SETTLED:
-            self.moved += error / self.n
         self.n = n = min(self.n + 1.0, MEMORY)
         keep = 1.0 - 1.0 / n
         fade = keep if n == MEMORY else 1.0
@@ -106,12 +128,19 @@ class Cell:
         if abs(self.fast) > ALARM * self.spread / math.sqrt(2.0 * FAST - 1.0):
             self.n = min(n, FAST)
         self.set_slope()
-        return False
+        return error / n, False
 
-    def _jump(self) -> None:
+    def _return(self) -> float:
+        """Weigh the level known against the median of some records, which counts as 2/pi of them."""
+        fresh = 2.0 / math.pi * len(self.run)
+        moved = (median(self.run) - self.level) * fresh / (fresh + self.n)
+        self.level += moved
+        self.n, self.run, self.fast, self.returns = self.n + fresh, [], 0.0, False
+        return moved
+
+    def _jump(self) -> float:
         level, n = median(self.run), float(len(self.run))
-        if self.n >= SETTLED:
-            self.moved += level - self.level
+        moved = level - self.level
         keep = min(n / self.n, 1.0)
         self.context_square *= keep
         self.context_time *= keep
@@ -119,6 +148,7 @@ class Cell:
         self.spread = min(max(3.0 * median([abs(each - level) for each in self.run]), SPREAD_FLOOR), SPREAD_CEILING)
         self.variance = self.spread**2
         self.level, self.n, self.run, self.fast = level, n, [], 0.0
+        return moved
 
     def set_slope(self) -> None:
         """Shrink the cell's own slope to the backbone's; never falling, nor negative at no context."""
@@ -128,13 +158,16 @@ class Cell:
             slope += (self.context_time - slope * self.context_square) / total
         self.slope = min(max(slope, 0.0), 0.95 / max(self.mean_context, 1.0))
 
-    def at(self, context: float, common: float) -> tuple[float, float]:
-        """Return log seconds over the common level, and their variance, at ``context`` tokens."""
+    def at(self, context: float, doubt: float) -> tuple[float, float]:
+        """Return log seconds over the common level at ``context`` tokens, and their variance.
+
+        ``doubt`` is the variance of what may have happened to the level since the last record.
+        """
         off = context - self.mean_context
         line = max(self.slope * off, -0.95)
         log_line = math.log1p(line)
         noise = self.spread * self.spread
-        variance = noise / self.n + (CURVE_ERROR * log_line) ** 2 + (DRIFT_ERROR * (common - self.seen)) ** 2
+        variance = noise / self.n + (CURVE_ERROR * log_line) ** 2 + doubt
         total = self.context_square + self.prior_weight
         if total > 0.0:
             variance += noise / total * (off / (1.0 + line)) ** 2

@@ -188,8 +188,11 @@ def test_a_shift_of_one_arm_alone_is_taken_back_from_the_others() -> None:
         server.noisy(1.5 * 0.013, 41, steps=3)
         server.noisy(0.010, 41, steps=0)
     seconds = [server.model.predict(steps, 8, 500.0)[0] for steps in (0, 1, 3)]
-    assert seconds == pytest.approx([0.010, 0.011, 1.5 * 0.013], rel=0.1)
     assert (seconds[0], seconds[2]) == pytest.approx((0.010, 1.5 * 0.013), rel=0.015)
+    # K=1 has not been seen since, and lies between one that moved and one that did not.
+    off = abs(math.log(seconds[1] / 0.011))
+    assert off < 0.2
+    assert off < 3.0 * server.model.predict(1, 8, 500.0)[1]
 
 
 def test_a_first_record_a_thousand_times_too_long() -> None:

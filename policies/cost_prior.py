@@ -1,0 +1,82 @@
+"""What a cost model keeps for the next start: its form, its key, and the refusal of anything else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from sglang_hooks.wire import Hello, Steps
+
+Count = Annotated[float, Meta(gt=0.0, le=1e9)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]
+
+
+class StoredCell(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One K at one size; see ``policies.cost_cell.Cell``."""
+
+    steps: Steps
+    size: Annotated[float, Meta(gt=0.0, le=1e6)]
+    n: Count
+    level: Annotated[float, Meta(ge=-25.0, le=15.0)]
+    """Log seconds, the common level included."""
+    mean_context: Annotated[float, Meta(ge=0.0, le=1e12)]
+    """Tokens of all requests."""
+    context_variance: Annotated[float, Meta(ge=0.0, le=1e24)]
+    context_time: Annotated[float, Meta(ge=-1e12, le=1e12)]
+    """Covariance of context and relative time."""
+    variance: Annotated[float, Meta(ge=0.0, le=100.0)]
+    """Of the relative noise of one record."""
+
+
+class StoredSwitch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What first steps after a kind of switch take longer."""
+
+    n: Count
+    mean: Annotated[float, Meta(ge=-1e6, le=1e6)]
+    deviation: Seconds
+
+
+class StoredSwitches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """By kind: from K=0, to K=0, or between others."""
+
+    up: StoredSwitch
+    down: StoredSwitch
+    other: StoredSwitch
+
+
+class StoredCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All of it, as JSON."""
+
+    version: Literal[1]
+    fingerprint: str
+    cells: Annotated[list[StoredCell], Meta(max_length=16384)]
+    switches: StoredSwitches
+
+
+def fingerprint(server: Hello) -> str:
+    """Return the key of what step times depend on: hardware, models, algorithm, version, graphs."""
+    facts = (
+        *(server.gpu, server.model, server.draft_model, server.algorithm, server.topk),
+        *(server.tp_size, server.sglang_version, sorted(server.captured_batch_sizes)),
+    )
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def read_prior(prior: object, server: Hello) -> tuple[StoredCosts | None, str]:
+    """Return the costs in ``prior`` if it is one and of such a server, else None; and the reason why it is not.
+
+    >>> from tests.messages import hello
+    >>> read_prior({"version": 1, "fingerprint": "x", "cells": 0}, hello())
+    (None, 'Expected `array`, got `int` - at `$.cells`')
+    """
+    try:
+        stored = msgspec.convert(prior, StoredCosts)
+    except (msgspec.ValidationError, RecursionError) as error:
+        return None, str(error)
+    if stored.fingerprint != fingerprint(server):
+        return None, f"it is of server {stored.fingerprint[:64]}, this is {fingerprint(server)}"
+    return stored, ""

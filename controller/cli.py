@@ -62,10 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--arrivals", default="none", help="CSV file of requests (default: none, they are made up)")
     command.add_argument("--load", type=float, default=1.0, help="1: what saturates the server without speculation")
     command.add_argument("--concurrency", type=int, help="a closed loop of so many requests, instead of a load")
-    command.add_argument("--policies", nargs="+", required=True, metavar="POLICY", help="such as none static:3 sglang")
+    command.add_argument("--policies", nargs="+", required=True, metavar="POLICY", help="such as none,static:3 sglang")
     command.add_argument("--seeds", type=int, default=1, help="runs of each policy")
     command.add_argument("--seconds", type=float, default=300.0, help="of virtual time, each run")
+    command.add_argument("--workers", type=int, help="processes (default: one a core)")
     command.add_argument("--json", type=Path, help="write the figures of every run")
+    command.add_argument("--report", type=Path, metavar="DIR", help="write replay.html there: tables and plots")
     command.set_defaults(run=_replay)
 
     command = commands.add_parser("demo", help="a simulated server steered by a real controller, and a picture of it")
@@ -139,19 +141,21 @@ def _trace_info(options: argparse.Namespace, console: Console) -> int:
 
 
 def _replay(options: argparse.Namespace, console: Console) -> int:
-    from controller.replay_command import replay
+    from controller.replay_command import Request, replay
 
-    return replay(
-        options.surface,
-        None if options.arrivals == "none" else Path(options.arrivals),
-        options.policies,
-        options.seeds,
-        options.load,
-        options.concurrency,
-        options.seconds,
-        options.json,
-        console,
+    request = Request(
+        surface=options.surface,
+        policies=options.policies,
+        arrivals=None if options.arrivals == "none" else Path(options.arrivals),
+        load=options.load,
+        concurrency=options.concurrency,
+        seeds=options.seeds,
+        seconds=options.seconds,
+        workers=options.workers,
+        json=options.json,
+        report=options.report,
     )
+    return replay(request, console)
 
 
 def _demo(options: argparse.Namespace, console: Console) -> int:

@@ -1,6 +1,6 @@
 """The demo's picture: batch size, K and throughput of a run over time, drawn with matplotlib.
 
-The only module that imports matplotlib, which ``specpilot[demo]`` installs.
+Imports matplotlib, which ``specpilot[demo]`` installs.
 """
 
 from __future__ import annotations

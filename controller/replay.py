@@ -296,13 +296,18 @@ def serve(policy: str, scenario: Scenario, make: Factory | None = None) -> Run:
 
 def simulate(policy: str, scenario: Scenario) -> Result:
     """Run a policy through a scenario and judge it; ReplayError says what cannot be run."""
+    return examine(policy, scenario)[0]
+
+
+def examine(policy: str, scenario: Scenario) -> tuple[Result, Judged]:
+    """Return what ``simulate`` does, and every step's judgement."""
     run = serve(policy, scenario)
     if len(run.decodes) < 2:
         raise ReplayError(f"only {len(run.decodes)} decode steps in {scenario.seconds:g} s: give more --seconds")
     judged = Judged.of(run.decodes, scenario.surface.speculating)
     switches, probes = judged.switches_per_100_steps()
     times = run.token_seconds
-    return Result(
+    result = Result(
         policy=policy,
         surface=scenario.surface.name,
         load=scenario.load,
@@ -320,3 +325,4 @@ def simulate(policy: str, scenario: Scenario) -> Result:
         steps_to_95=judged.steps_to_95(),
         steps=len(run.decodes),
     )
+    return result, judged

@@ -1,68 +1,211 @@
-"""``specpilot replay``: every policy with every seed, as JSON and as a table."""
+"""``specpilot replay``: every policy with every seed on all cores, as a table, as JSON, as a page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
-from controller.replay import GENERATED_REQUESTS, Scenario, at_rate, saturation, simulate
-from controller.replay_judge import Result
-from controller.replay_policies import ReplayError, parse_policy
-from controller.surface import load_surface
-from controller.workload import ArrivalsError, generated_requests, read_arrivals
+from controller.replay import GENERATED_REQUESTS, Scenario, at_rate, examine, saturation
+from controller.replay_judge import Course, Regret, Result
+from controller.replay_policies import ReplayError, parse_policy, split_policies
+from controller.surface import NamedSurface, load_surface
+from controller.workload import Arrival, ArrivalsError, generated_requests, read_arrivals
+
+FAILED = 1
 
 
-def replay(
-    surface: str,
-    arrivals: Path | None,
-    policies: Sequence[str],
-    seeds: int,
-    load: float,
-    concurrency: int | None,
-    seconds: float,
-    out: Path | None,
-    console: Console,
-) -> int:
-    """Run every policy with every seed, write the results as JSON, print their means."""
+@dataclass(frozen=True)
+class Request:
+    """What is to be replayed, as the command line asks for it."""
+
+    surface: str
+    policies: Sequence[str]
+    """Separated by commas too."""
+    arrivals: Path | None = None
+    """None: requests are made up, other ones for each seed."""
+    load: float = 1.0
+    concurrency: int | None = None
+    """Instead of a load."""
+    seeds: int = 1
+    seconds: float = 300.0
+    workers: int | None = None
+    """Processes; None: one a core."""
+    json: Path | None = None
+    report: Path | None = None
+    """Folder."""
+
+
+@dataclass(frozen=True)
+class Examined:
+    """One run: its figures, and what a report draws of it."""
+
+    result: Result
+    regret: Regret
+    course: Course
+
+
+def replay(request: Request, console: Console) -> int:
+    """Run every policy with every seed, write what was asked for, print the means; the exit code."""
+    policies = list(dict.fromkeys(split_policies(request.policies)))
+    if not policies:
+        raise ReplayError("--policies names none")
     for policy in policies:
         parse_policy(policy)
-    finite = 0.0 < load < math.inf and 0.0 < seconds < math.inf
-    if not finite or seeds <= 0 or (concurrency is not None and concurrency <= 0):
-        raise ReplayError("--load, --seconds, --seeds and --concurrency must be above 0")
-    if out is not None and not out.parent.is_dir():
-        raise ReplayError(f"{out}: there is no folder {out.parent}")
+    named, arrivals = _check(request)
     try:
-        named = load_surface(surface)
-        from_file = read_arrivals(arrivals) if arrivals is not None else None
+        write_report = _report_writer() if request.report is not None else None
+    except ImportError as error:
+        sys.stderr.write(
+            f"specpilot: --report draws with matplotlib and Jinja2 ({error}): pip install 'specpilot[demo]'\n"
+        )
+        return FAILED
+    console.print(f"[bold]{named.name}[/]: {named.label}")
+    seeds = range(1, request.seeds + 1)
+    with (
+        Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
+        workers(request.workers, request.seeds * len(policies)) as pool,
+    ):
+        scenarios = _scenarios(request, named, arrivals, seeds, pool, progress)
+        runs = [(policy, scenario) for scenario in scenarios for policy in policies]
+        found = run_all(_examine, runs, pool, progress, "runs")
+    results = [one.result for one in found]
+    if request.json is not None:
+        request.json.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+    console.print(summary_table(results, policies))
+    if write_report is not None and request.report is not None:
+        console.print(f"report: {write_report(found, named, request.report)}")
+    return 0
+
+
+def _check(request: Request) -> tuple[NamedSurface, list[Arrival] | None]:
+    """Return the surface and the arrivals of a file; ReplayError says what is wrong with the request."""
+    counts = [request.seeds, *(count for count in (request.concurrency, request.workers) if count is not None)]
+    finite = 0.0 < request.load < math.inf and 0.0 < request.seconds < math.inf
+    if not finite or any(count <= 0 for count in counts):
+        raise ReplayError("--load, --seconds, --seeds, --concurrency and --workers must be above 0")
+    if request.json is not None and not request.json.parent.is_dir():
+        raise ReplayError(f"{request.json}: there is no folder {request.json.parent}")
+    try:
+        if request.report is not None:
+            request.report.mkdir(parents=True, exist_ok=True)
+        return (
+            load_surface(request.surface),
+            read_arrivals(request.arrivals) if request.arrivals is not None else None,
+        )
+    except OSError as error:
+        raise ReplayError(f"--report {request.report}: {error.strerror or error}") from error
     except (ArrivalsError, ValueError) as error:
         raise ReplayError(str(error)) from error
-    console.print(f"[bold]{named.name}[/]: {named.label}")
-    saturated = saturation(named, from_file) if from_file and concurrency is None else 0.0
-    results = []
-    for seed in range(1, seeds + 1):
-        requests = from_file or generated_requests(GENERATED_REQUESTS, seed)
-        if concurrency is not None:
-            scenario = Scenario(named, requests, seconds, seed, concurrency=concurrency)
-        else:
-            rate = load * (saturated or saturation(named, requests))
-            scenario = Scenario(named, at_rate(requests, rate, seconds), seconds, seed, load=load)
-        results += [simulate(policy, scenario) for policy in policies]
-    if out is not None:
-        out.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
-    console.print(summary_table(results, policies))
-    return 0
+
+
+def _report_writer() -> Callable[[Sequence[Examined], NamedSurface, Path], Path]:
+    """Return ``replay_report.write_report``; ImportError without what it draws with."""
+    from controller.replay_report import write_report
+
+    return write_report
+
+
+def _scenarios(
+    request: Request,
+    surface: NamedSurface,
+    from_file: list[Arrival] | None,
+    seeds: Sequence[int],
+    pool: Executor | None,
+    progress: Progress,
+) -> list[Scenario]:
+    requests = [from_file or generated_requests(GENERATED_REQUESTS, seed) for seed in seeds]
+    if request.concurrency is not None:
+        return [
+            Scenario(surface, own, request.seconds, seed, concurrency=request.concurrency)
+            for seed, own in zip(seeds, requests, strict=True)
+        ]
+    distinct = requests[:1] if from_file else requests
+    saturated = run_all(saturation, [(surface, own) for own in distinct], pool, progress, "saturation")
+    return [
+        Scenario(surface, at_rate(own, request.load * rate, request.seconds), request.seconds, seed, load=request.load)
+        for seed, own, rate in zip(seeds, requests, saturated * (len(requests) // len(distinct)), strict=True)
+    ]
+
+
+def _examine(policy: str, scenario: Scenario) -> Examined:
+    result, judged = examine(policy, scenario)
+    return Examined(result, Regret.of(judged), Course.of(judged))
+
+
+# -- on all cores --
+
+
+@contextmanager
+def workers(count: int | None, jobs: int) -> Iterator[Executor | None]:
+    """Give a pool of ``count`` processes (None: one a core), not more than ``jobs``; None where one is enough."""
+    count = min(count or os.cpu_count() or 1, jobs)
+    if count <= 1:
+        yield None
+        return
+    # Not forked: a thread draws the progress, and a fork would copy its lock as it is.
+    pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+Returned = TypeVar("Returned")
+
+
+def run_all(
+    function: Callable[..., Returned],
+    calls: Sequence[tuple[object, ...]],
+    pool: Executor | None,
+    progress: Progress,
+    label: str,
+) -> list[Returned]:
+    """Return ``function(*call)`` of every call, in their order; without a pool, one after the other."""
+    task = progress.add_task(label, total=len(calls))
+    if pool is None:
+        found = []
+        for call in calls:
+            found.append(function(*call))
+            progress.advance(task)
+        return found
+    futures: list[Future[Returned]] = [pool.submit(function, *call) for call in calls]
+    for future in as_completed(futures):
+        future.result()
+        progress.advance(task)
+    return [future.result() for future in futures]
+
+
+# -- the table --
+
+
+def where_of(result: Result) -> str:
+    """Return a run's load in words.
+
+    >>> from controller.replay_judge import TimePerOutputToken
+    >>> where_of(Result("none", "moe", None, 8, 1, 1.0, TimePerOutputToken(None, None), 1.0, 0.0, 0.0, 0.0, 0, 1))
+    'closed loop, 8 at a time'
+    """
+    return f"load {result.load:g}" if result.load is not None else f"closed loop, {result.concurrency} at a time"
 
 
 def summary_table(results: Sequence[Result], policies: Sequence[str]) -> Table:
     """Return the means over the seeds, one row a policy."""
     first = results[0]
-    where = f"load {first.load:g}" if first.load is not None else f"closed loop, {first.concurrency} at a time"
-    table = Table(title=f"{first.surface}, {where}, mean of {len({result.seed for result in results})} seeds")
+    seeds = len({result.seed for result in results})
+    table = Table(title=f"{first.surface}, {where_of(first)}, mean of {seeds} seeds")
     table.add_column("policy", no_wrap=True)
     for name in (
         "tokens/s",
@@ -76,7 +219,7 @@ def summary_table(results: Sequence[Result], policies: Sequence[str]) -> Table:
         "steps",
     ):
         table.add_column(name, justify="right")
-    for policy in dict.fromkeys(policies):
+    for policy in policies:
         own = [result for result in results if result.policy == policy]
         table.add_row(
             policy,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -132,6 +133,61 @@ def first_good(got: npt.NDArray[np.float64], best: npt.NDArray[np.float64], wind
     lasts = np.convolve(share >= GOOD_SHARE, np.ones(lasting), "valid").round() == lasting
     good = lasts & (got[: len(lasts)] >= GOOD_SHARE * best[: len(lasts)])
     return int(good.argmax()) if good.any() else None
+
+
+# -- small enough to draw --
+
+REGRET_POINTS = 200
+COURSE_PARTS = 300
+
+
+@dataclass(frozen=True)
+class Regret:
+    """The time lost so far, at some 200 of a run's steps."""
+
+    steps: npt.NDArray[np.int64]
+    """Steps taken, rising."""
+    lost_seconds: npt.NDArray[np.float64]
+
+    @staticmethod
+    def of(judged: Judged) -> Regret:
+        """Take points at even distances, and the last one."""
+        places = np.unique(np.linspace(0, len(judged.steps) - 1, REGRET_POINTS).round().astype(np.int64))
+        return Regret(places + 1, judged.regret_seconds()[places])
+
+
+@dataclass(frozen=True)
+class Course:
+    """A run over time: one entry for each of 300 parts of it that had a decode step."""
+
+    at: npt.NDArray[np.float64]
+    """Seconds since the start of the server, of a part's first step."""
+    acceptance: npt.NDArray[np.float64]
+    batch: npt.NDArray[np.float64]
+    """Mean batch size."""
+    steps: npt.NDArray[np.int64]
+    """The K applied most often."""
+    best_steps: npt.NDArray[np.int64]
+    """The K that was the best one most often."""
+
+    @staticmethod
+    def of(judged: Judged) -> Course:
+        """Divide the time from the first to the last step evenly."""
+        arms = np.array(list(judged.goodput))
+        best = arms[np.argmax(list(judged.goodput.values()), axis=0)]
+        edges = np.linspace(judged.at[0], judged.at[-1], COURSE_PARTS, endpoint=False)
+        starts = np.unique(np.searchsorted(judged.at, edges))
+        parts = [slice(*ends) for ends in itertools.pairwise([*starts, len(judged.at)])]
+        return Course(
+            at=judged.at[starts],
+            acceptance=judged.acceptance[starts],
+            batch=np.array([judged.batch[part].mean() for part in parts]),
+            steps=np.array([np.bincount(judged.steps[part]).argmax() for part in parts]),
+            best_steps=np.array([np.bincount(best[part]).argmax() for part in parts]),
+        )
+
+
+# -- the figures of a run --
 
 
 class TimePerOutputToken(msgspec.Struct, frozen=True):

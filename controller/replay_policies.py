@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from controller.config import ConfigError
@@ -64,6 +65,17 @@ SERVERS = {
     "sglang": "SGLang's own --speculative-adaptive",
 }
 """What needs no controller: another server."""
+
+
+def split_policies(words: Sequence[str]) -> list[str]:
+    """Return the policies of a list separated by spaces, commas or both.
+
+    A comma before a number belongs to a batch table, since no policy's name begins with one.
+
+    >>> split_policies(["none,static:3,batch-table:1:5,8:3", "goodput"])
+    ['none', 'static:3', 'batch-table:1:5,8:3', 'goodput']
+    """
+    return [policy for word in words for policy in re.split(r",(?!\s*\d)\s*", word) if policy]
 
 
 def parse_policy(text: str) -> Factory | None:

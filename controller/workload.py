@@ -132,7 +132,8 @@ def _accepted_runs(ring: npt.NDArray[np.float64], acceptance: float, longest: in
     places = np.arange(len(ring) + longest)
     refused = np.where(np.append(ring, ring[:longest]) < acceptance, len(places), places)
     next_refused = np.minimum.accumulate(refused[::-1])[::-1]
-    return np.minimum(next_refused - places, longest)[: len(ring)].astype(np.uint8)
+    runs: npt.NDArray[np.uint8] = np.minimum(next_refused - places, longest)[: len(ring)].astype(np.uint8)
+    return runs
 
 
 # -- the demo's --

@@ -16,7 +16,7 @@ from controller import replay_policies
 from controller.cli import main
 from controller.replay import InProcessAgent, Run, Scenario, at_rate, saturation, serve, simulate
 from controller.replay_judge import Judged, Result
-from controller.replay_policies import ReplayError, parse_policy
+from controller.replay_policies import ReplayError, parse_policy, split_policies
 from controller.simserver import Decode, SimServer, VirtualClock
 from controller.surface import (
     CAPTURED_BATCH_SIZES,
@@ -37,7 +37,7 @@ from controller.workload import (
     generated_requests,
     read_arrivals,
 )
-from policies.interface import Grid, Plan
+from policies.interface import Grid, Plan, Policy
 from sglang_hooks.settings import Settings
 from sglang_hooks.table_policy import TablePolicy
 from sglang_hooks.wire import Hello, StepRecord
@@ -51,7 +51,7 @@ def scenario(surface: str = "h200-sglang", seconds: float = 20.0, seed: int = 1,
     return Scenario(load_surface(surface), given.pop("requests", REQUESTS), seconds, seed, **given)
 
 
-class Recording:
+class Recording(Policy):
     """A policy that keeps what it learns, switches K at 1 s, and explores from then on."""
 
     name = "recording"
@@ -451,6 +451,20 @@ def test_bad_policies_are_named(text: str, error: str) -> None:
     assert error in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "policies"),
+    [
+        (["none", "static:3"], ["none", "static:3"]),
+        (["none,static:3"], ["none", "static:3"]),
+        (["none,", "static:3, goodput"], ["none", "static:3", "goodput"]),
+        (["batch-table:1:5,8:3,goodput"], ["batch-table:1:5,8:3", "goodput"]),
+        (["batch-table:1:5,8:3", "batch-table:1:5"], ["batch-table:1:5,8:3", "batch-table:1:5"]),
+    ],
+)
+def test_policies_are_separated_by_spaces_and_commas(words: list[str], policies: list[str]) -> None:
+    assert split_policies(words) == policies
+
+
 def test_a_policy_that_the_server_cannot_serve_is_named() -> None:
     with pytest.raises(ReplayError, match=r"policy 'static:4': policy.steps = 4 is not among the candidate steps"):
         serve("static:4", scenario())
@@ -474,8 +488,9 @@ FIELDS = {
 def test_the_command_end_to_end(tmp_path: Path, loop: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     policies = ["none", "static:3", "threshold:16", "batch-table:1:5,8:3", "informed-greedy"]
+    asked = ["none,static:3,threshold:16,batch-table:1:5,8:3", "informed-greedy"]
     arguments = ["replay", "--surface", "moe", "--arrivals", str(small_csv(tmp_path)), *loop, "--seeds", "2"]
-    assert main([*arguments, "--seconds", "6", "--policies", *policies, "--json", str(out)]) == 0
+    assert main([*arguments, "--seconds", "6", "--policies", *asked, "--json", str(out)]) == 0
     results = json.loads(out.read_text())
     assert [(one["policy"], one["seed"]) for one in results] == [
         (policy, seed) for seed in (1, 2) for policy in policies
@@ -505,9 +520,13 @@ def test_requests_are_made_up_where_no_file_is_given(tmp_path: Path) -> None:
         (["--policies", "fastest"], "no policy is called 'fastest'"),
         (["--policies", "none", "--surface", "a100"], "no surface is called 'a100': use one of context, h200-native-skip"),  # noqa: E501
         (["--policies", "none", "--arrivals", "/nowhere.csv"], "/nowhere.csv: No such file or directory"),
-        (["--policies", "none", "--load", "0"], "--load, --seconds, --seeds and --concurrency must be above 0"),
+        (["--policies", "none", "--load", "0"], "--load, --seconds, --seeds, --concurrency and --workers must be above 0"),  # noqa: E501
         (["--policies", "none", "--concurrency", "0"], "must be above 0"),
         (["--policies", "none", "--seeds", "0"], "must be above 0"),
+        (["--policies", "none", "--workers", "0"], "must be above 0"),
+        (["--policies", ","], "--policies names none"),
+        (["--policies", "none,fastest"], "no policy is called 'fastest'"),
+        (["--policies", "none", "--report", "/dev/null/report"], "--report /dev/null/report: Not a directory"),
         (["--policies", "none", "--json", "/nowhere/out.json"], "there is no folder /nowhere"),
         (["--policies", "static:4", "--concurrency", "1"], "static:4"),
     ],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -31,7 +31,7 @@ class StaticPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
 
     steps: Steps
 
-    def build(self) -> Policy:
+    def build(self, prior: dict[str, Any] | None = None) -> Policy:  # noqa: ARG002
         """Return a fresh policy for one server."""
         return Static(self.steps)
 
@@ -48,17 +48,22 @@ class ThresholdPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
     def __post_init__(self) -> None:
         self.build()
 
-    def build(self) -> Policy:
+    def build(self, prior: dict[str, Any] | None = None) -> Policy:  # noqa: ARG002
         """Return a fresh policy for one server."""
         return Threshold(self.threshold, self.steps, self.band)
 
 
 class GoodputPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="goodput"):
-    """``[policy] name = "goodput"``: the learned policy; it has no keys of its own."""
+    """``[policy] name = "goodput"``: learn what gives the most tokens per second."""
 
-    def build(self) -> Policy:
-        """Return a fresh policy for one server."""
-        return Goodput()
+    time_per_output_token: Seconds | None = None
+    """Objective in seconds: only K that meet it are chosen or tried, as long as there is one."""
+    max_steps: Steps | None = None
+    """The operator's bound on K."""
+
+    def build(self, prior: dict[str, Any] | None = None) -> Policy:
+        """Return a fresh policy for one server; ``prior`` as it was stored."""
+        return Goodput(prior, self.time_per_output_token, self.max_steps)
 
 
 class ControllerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,12 +89,21 @@ class TraceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A crash of the controller loses at most the records of this long."""
 
 
+class PriorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[prior]``: what was learned, kept for the next start; switched off with ``directory = ""``."""
+
+    directory: str = "specpilot-prior"
+    save_seconds: Seconds = 60.0
+    """Time between two writes; one more when the controller stops."""
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole file."""
 
     controller: ControllerConfig = ControllerConfig()
     policy: StaticPolicy | ThresholdPolicy | GoodputPolicy = ThresholdPolicy()
     trace: TraceConfig = TraceConfig()
+    prior: PriorConfig = PriorConfig()
 
     def __post_init__(self) -> None:
         endpoint = self.controller.endpoint

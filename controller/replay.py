@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from controller.config import ControllerConfig
+from controller.pace import Pace
 from controller.replay_judge import Judged, Result, TimePerOutputToken
 from controller.replay_policies import Factory, ReplayError, parse_policy
 from controller.simserver import Decode, Req, SimServer, VirtualClock
@@ -102,15 +103,14 @@ class InProcessController:
         self._seed = random.Random(f"exploration {seed}").getrandbits(62)  # noqa: S311
         self._plan: Plan | None = None
         self._epoch = 0
-        self._next_decision = 0.0
+        self._pace = Pace(config.decide_seconds)
         self._on_the_way: deque[Delivery] = deque()
 
     def turn(self, now: float) -> None:
         """Learn, decide when it is time to, and let tables arrive."""
         for record in self._agent.records.take(self._agent.records.waiting()):
             self._policy.learn(record)
-        if now >= self._next_decision:
-            self._next_decision = now + self._config.decide_seconds
+        if self._pace.due(now, self._policy.urgent):
             self._decide(now)
         while self._on_the_way and now >= self._on_the_way[0].received_at:
             delivery = self._on_the_way.popleft()

@@ -19,10 +19,13 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from controller.config import Config, ConfigError, default_endpoint
+from controller.config import Config, ConfigError, GoodputPolicy, default_endpoint
 from controller.endpoint import Endpoint
+from controller.pace import Pace
+from controller.priors import PriorStore
 from controller.status import ControllerStatus, ServerStatus
 from controller.trace import TraceWriter, check_directory
+from policies.cost_prior import fingerprint
 from policies.interface import Plan, Policy, PolicyError
 from sglang_hooks.wire import (
     MASKED,
@@ -74,9 +77,10 @@ class Stranger:
 class Session:
     """One server: what it said, what was learned for it, and the table it should hold."""
 
-    def __init__(self, key: str, policy: Policy, trace: TraceWriter | None) -> None:
+    def __init__(self, key: str, policy: Policy, pace: Pace, trace: TraceWriter | None) -> None:
         self.key = key
         self.policy = policy
+        self.pace = pace
         self.trace = trace
         self.hello: Hello | None = None
         self.address = b""
@@ -91,6 +95,8 @@ class Session:
         self.seed = secrets.randbits(62)
         self.policy_error = ""
         self.failed = False
+        self.policy_note = ""
+        self.saved_at = float("-inf")
         self.rival = ""
         self.rival_since = self.rival_heard_at = float("-inf")
         self.records = 0
@@ -174,7 +180,17 @@ class Session:
             tokens_per_second=sum(tokens for seconds, tokens, _ in self.recent if seconds) / busy if busy else 0.0,
             share_by_steps={str(k): n / len(self.recent) for k, n in sorted(steps.items())},
             counters=state.counters if state is not None else {},
-            note="; ".join(filter(None, (state.halt_reason if state else "", self.policy_error, self.conflict(now)))),
+            note="; ".join(
+                filter(
+                    None,
+                    (
+                        state.halt_reason if state else "",
+                        self.policy_error,
+                        self.policy_note,
+                        self.conflict(now),
+                    ),
+                )
+            ),
         )
 
 
@@ -194,12 +210,18 @@ class Service:
             except ConfigError:
                 self._endpoint.close()
                 raise
+        self._priors: PriorStore | None = None
+        if config.prior.directory and isinstance(config.policy, GoodputPolicy):
+            try:
+                self._priors = PriorStore(Path(config.prior.directory))
+            except ConfigError:
+                self._endpoint.close()
+                raise
         self._decoder = FrameDecoder(FromHook)
         self._sessions: dict[str, Session] = {}
         self._by_address: dict[bytes, Session] = {}
         self._strangers: dict[bytes, Stranger] = {}
         self._refused = 0
-        self._next_decision = 0.0
         self._stopping = False
 
     @property
@@ -218,6 +240,7 @@ class Service:
                 self.turn()
         finally:
             for session in self._sessions.values():
+                self._save_prior(session)
                 if session.trace is not None:
                     session.trace.close()
             self._endpoint.close()
@@ -232,12 +255,11 @@ class Service:
                     break
                 self._receive(frames)
         now = self._clock()
-        deciding = now >= self._next_decision
-        if deciding:
-            self._next_decision = now + self._config.controller.decide_seconds
         for session in list(self._sessions.values()):
-            if deciding:
+            if session.pace.due(now, session.policy.urgent):
                 self._decide(session, now)
+            if now - session.saved_at >= self._config.prior.save_seconds:
+                self._save_prior(session)
             self._renew(session, now)
             if session.trace is not None:
                 session.trace.tick(now)
@@ -296,7 +318,9 @@ class Service:
             trace = None
             if self._trace_directory is not None:
                 trace = TraceWriter(self._trace_directory, key, hello, self._config.trace)
-            session = self._sessions[key] = Session(key, self._config.policy.build(), trace)
+            pace = Pace(self._config.controller.decide_seconds)
+            session = self._sessions[key] = Session(key, self._policy_for(hello), pace, trace)
+            session.saved_at = now
             logger.info(
                 "%s connected: %s on %s, candidate steps %s",
                 key,
@@ -309,6 +333,9 @@ class Service:
                 self._turn_away(session, address, hello, now)
                 return
             logger.info("%s restarted", key)
+            if fingerprint(session.hello) != fingerprint(hello):
+                self._save_prior(session)
+                session.policy, session.failed = self._policy_for(hello), False
             session.next_seq = session.state = None
             session.rival_heard_at = float("-inf")
         self._by_address.pop(session.address, None)
@@ -359,7 +386,7 @@ class Service:
         if session.failed:
             return
         try:
-            plan = session.policy.decide(hello, now)
+            plan, note = session.policy.decide(hello, now), session.policy.note
         except PolicyError as error:
             if session.policy_error != str(error):
                 session.policy_error = str(error)
@@ -369,8 +396,30 @@ class Service:
             session.fail("deciding")
             return
         session.policy_error = ""
+        if note != session.policy_note:
+            session.policy_note = note
+            logger.warning("%s: %s", session.key, note or "what was noted is over")
         if plan != session.plan:
             self._push(session, plan, now)
+        else:
+            table, _, decided_at = session.tables[session.epoch]
+            session.tables[session.epoch] = table, plan.reason, decided_at
+
+    def _policy_for(self, hello: Hello) -> Policy:
+        return self._config.policy.build(self._priors.load(hello) if self._priors is not None else None)
+
+    def _save_prior(self, session: Session) -> None:
+        """Keep what was learned; a policy that failed has learned who knows what."""
+        session.saved_at = self._clock()
+        if self._priors is None or session.hello is None or session.failed:
+            return
+        try:
+            prior = session.policy.to_prior()
+        except Exception:
+            session.fail("telling what it learned")
+            return
+        if prior is not None:
+            self._priors.save(session.hello, prior)
 
     def _push(self, session: Session, plan: Plan, now: float) -> None:
         session.epoch += 1
@@ -394,6 +443,7 @@ class Service:
 
     def _forget(self, session: Session) -> None:
         logger.info("%s was silent for a day and is forgotten", session.key)
+        self._save_prior(session)
         self._by_address.pop(session.address, None)
         del self._sessions[session.key]
         if session.trace is not None:
@@ -415,5 +465,6 @@ class Service:
             trace_bytes=max((trace.bytes_on_disk for trace in traces), default=0),
             trace_error="; ".join(trace.last_error for trace in traces if trace.last_error),
             refused_messages=self._refused,
+            prior_error=self._priors.error if self._priors is not None else "",
             servers=[session.status(now) for session in self._sessions.values()],
         )

@@ -78,6 +78,8 @@ class ControllerStatus(msgspec.Struct, frozen=True):
     trace_bytes: int
     trace_error: str
     refused_messages: int
+    prior_error: str
+    """Why what was learned could not be kept on disk; empty while it can."""
     servers: list[ServerStatus]
 
 
@@ -144,8 +146,8 @@ def print_status(status: ControllerStatus, console: Console) -> None:
     if status.trace_lost:
         trace += f", [red]{status.trace_lost:,} not written[/]"
     console.print(trace if status.trace_directory else "no trace is written (trace.directory is empty)")
-    if status.trace_error:
-        console.print(f"[red]{status.trace_error}[/]")
+    for error in filter(None, (status.trace_error, status.prior_error)):
+        console.print(f"[red]{error}[/]")
     if status.refused_messages:
         console.print(f"[yellow]{status.refused_messages} messages were refused, see the log[/]")
     if not status.servers:

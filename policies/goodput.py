@@ -2,8 +2,10 @@
 
 Tokens per step come from the acceptance model, seconds per step from the cost model; both are
 learned from the server's own steps (the goodput of SmartSpec, Liu et al. 2024, with learned and
-uncertain terms). Around that argmax stand three small rules: a choice changes only for a gain
-above its price, what is nearly as good may be kept in force, and exploration has a budget.
+uncertain terms). Around that argmax stand a few rules: a choice changes only for a gain above
+its price, what is nearly as good may be kept in force (``switching.py``), exploration has a budget
+(``exploration.py``), probes tell when a draft is worth its price again (``recovery.py``), and
+vetoes bound K for a while (``vetoes.py``).
 """
 
 from __future__ import annotations
@@ -11,13 +13,17 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from policies.acceptance import AcceptanceModel
 from policies.cost import CostModel
 from policies.exploration import BLOCK_STEPS, LEAST_LOSS, PROBE_STEPS, Budget, alternatives, probe
-from policies.interface import Grid, Plan
+from policies.interface import Grid, Plan, Policy
+from policies.recovery import FOLLOW_PROBABILITY, Watch
+from policies.switching import Spells, may_lose
+from policies.vetoes import Vetoes
 from sglang_hooks.wire import Hello, StepRecord
 
 CONTEXT_EDGES = (1024, 4096, 16384)
@@ -33,8 +39,15 @@ RECENT_STEPS = 256
 REFRESH_CELLS = 8
 """Cells not visited of late are decided anew in turn, this many at a time."""
 
+UNSETTLED_STEPS = 256
+UNSETTLED_PERIOD = 16
+"""So often a decision is urgent in the first steps, and in the first tenth of them after a change."""
+
 LEVEL = 0.95
 _SIGMAS = 2 * 1.96
+
+PLAUSIBLE = np.linspace(0.05, 0.95, 19)
+"""Acceptance per draft that a drafter may have; what no value of these could make pay is not probed."""
 
 
 @dataclass
@@ -44,25 +57,100 @@ class _Cell:
     choice: int
     keep: frozenset[int] = frozenset()
     scores: tuple[float, ...] = ()
+    """Expected tokens per second by arm."""
     errors: tuple[float, ...] = ()
+    """Their relative standard errors."""
+    prices: tuple[float, ...] = ()
+    """Of switching to that arm and back, in steps of the choice."""
+    allowed: tuple[bool, ...] = ()
+    """Arms within the objective."""
+    winning: float = 0.0
+    """While it skips: acceptance per draft at which speculating would win clearly; 0: none would."""
 
 
-class Goodput:
-    """Learns acceptance and cost of one server, and plans for the most tokens per second."""
+class Goodput(Policy):
+    """Learns acceptance and cost of one server, and plans for the most tokens per second.
+
+    With ``time_per_output_token`` (seconds) only such K are chosen, kept or tried as meet it with
+    97.5 % confidence, as long as there is one. For a given batch the K with the most tokens per
+    second also has the shortest mean time per token, so the objective decides between what is
+    known well and what may be better or worse, and forbids exploring at the clients' expense.
+    """
 
     name = "goodput"
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        prior: dict[str, Any] | None = None,
+        time_per_output_token: float | None = None,
+        max_steps: int | None = None,
+    ) -> None:
+        """``prior``: of ``to_prior``, for a server of the same fingerprint. ``max_steps``: an operator's bound on K."""
+        self.vetoes = Vetoes()
+        if max_steps is not None:
+            self.vetoes.place("operator", max_steps, float("inf"), "policy.max_steps")
+        self._prior = prior
+        self._objective = time_per_output_token
         self._server: Hello | None = None
         self._grid = Grid()
         self._cells: list[_Cell] = []
-        self._visits: Counter[int] = Counter()
         self._recent: list[int] = []
+        self._now = 0.0
+
+    def _begin(self, server: Hello) -> None:
+        self._server = server
+        self._arms = sorted(server.candidate_steps)
+        sizes = tuple(size for size in sorted(server.captured_batch_sizes) if size <= server.max_running_requests)
+        self._grid = Grid(sizes, tuple(edge for edge in CONTEXT_EDGES if edge < max(server.context_length, 1)))
+        self._cells = [_Cell(server.fallback_steps) for _ in range(self._grid.cells)]
         self._context = [512.0, 2048.0, 8192.0, 32768.0]
         self._budget = Budget()
-        self._changes = 0
+        self._spells = Spells()
+        self._watch = Watch(max(self._arms[-1], 1))
+        self._recent = []
         self._turn = 0
-        self._explored: dict[int, tuple[tuple[int, float], ...]] = {}
+        self._unsettled = UNSETTLED_STEPS
+        self._plausible_lengths = (PLAUSIBLE[:, None, None] ** np.arange(self._arms[-1] + 1)).cumsum(axis=2)[:, 0]
+        self._start_models(server)
+        self._changes = self.acceptance.changes
+
+    def _start_models(self, server: Hello) -> None:
+        prior = self._prior or {}
+        self._from_prior = False
+        self.cost = CostModel(server, prior.get("cost"))
+        self.acceptance = AcceptanceModel(max(self._arms[-1], 1))
+        self._ignored = ""
+        if not prior:
+            return
+        self._from_prior = self.cost.cells > 0
+        if not self._from_prior:
+            self._ignored = self.cost.note
+            return
+        try:
+            self.acceptance = AcceptanceModel.from_prior(prior.get("acceptance", {}), max(self._arms[-1], 1))
+        except ValueError as error:
+            self._ignored = f"acceptance prior ignored: {error}"
+        for cell in range(self._grid.cells):
+            self._decide_cell(cell)
+
+    def to_prior(self) -> dict[str, Any] | None:
+        """Return what both models know; None before any server."""
+        if self._server is None:
+            return None
+        return {"cost": self.cost.to_prior(), "acceptance": self.acceptance.to_prior()}
+
+    @property
+    def note(self) -> str:  # type: ignore[override]
+        """What an operator should look at: a broken drafter, a prior that was ignored."""
+        if self._server is None:
+            return ""
+        broken = ""
+        if self.acceptance.drafter_broken:
+            broken = (
+                "drafter broken: fewer than 5 % of its first drafts are accepted. "
+                "Does the draft model belong to this target model and revision?"
+            )
+        return "; ".join(filter(None, (broken, self._ignored)))
 
     # -- learning --
 
@@ -70,44 +158,74 @@ class Goodput:
         """Take one step into both models, and account for what exploring it has cost."""
         if self._server is None or not step.batch_size:
             return
-        self.acceptance.learn(step)
-        self.cost.learn(step)
         mean_context = step.context_tokens / step.batch_size
         cell = self._grid.cell(step.padded_batch_size, mean_context)
+        decided = self._cells[cell]
+        if decided.choice == 0 and decided.winning and step.draft_tokens > 1:
+            self._probed(step, decided.winning, mean_context)
+        elif decided.choice and self._watch.nats:
+            self._watch.clear()
+        self.acceptance.learn(step)
+        self.cost.learn(step)
+        self.vetoes.observe(step, self._arms, self._server.kv_tokens, self._now)
+        self._spells.step(decided.choice)
         self._recent.append(cell)
         band = bisect_left(CONTEXT_EDGES, mean_context)
         self._context[band] += 0.02 * (mean_context - self._context[band])
-        self._budget.spend(1, self._loss(cell, step.draft_tokens - 1) if step.block >= 0 else 0.0)
-
-    def _loss(self, cell: int, steps: int) -> float:
-        """Share of a step's time that was lost by running ``steps`` where the choice was another."""
-        decided = self._cells[cell]
-        if not decided.scores or steps == decided.choice or steps not in self._arms:
-            return 0.0
-        chosen = decided.scores[self._arms.index(decided.choice)]
-        return max(1.0 - decided.scores[self._arms.index(steps)] / chosen, LEAST_LOSS)
-
-    # -- deciding --
-
-    def decide(self, server: Hello, now: float) -> Plan:  # noqa: ARG002
-        """Return the plan; cells that were visited of late are decided anew, the others in turn."""
-        if self._server is None or self._key(self._server) != self._key(server):
-            self._begin(server)
+        self._budget.spend(1, self._loss(decided, step.draft_tokens - 1) if step.block >= 0 else 0.0)
         if self.acceptance.changes != self._changes:
             self._changes = self.acceptance.changes
             self._budget.reopen()
+            self._watch.clear()
+            self._unsettled = max(self._unsettled, UNSETTLED_STEPS // 10)
+            self.urgent = True
+        if self._unsettled:
+            self._unsettled -= 1
+            self.urgent |= self._unsettled % UNSETTLED_PERIOD == 0
+
+    def _probed(self, step: StepRecord, winning: float, mean_context: float) -> None:
+        """Take in a speculative step of a cell that skips."""
+        following = self._watch.following
+        self._watch.learn(step, self.acceptance.hazard(step.batch_size, mean_context).tolist(), winning)
+        if self._watch.sure:
+            self.acceptance.presume_change(step, self._watch.trials, self._watch.passed)
+        elif self._watch.following != following:
+            self.urgent = True
+
+    def _loss(self, decided: _Cell, steps: int) -> float:
+        """Steps' worth of time lost by running ``steps`` for one step where the choice was another."""
+        if not decided.scores or steps == decided.choice or steps not in self._arms:
+            return 0.0
+        arm = self._arms.index(steps)
+        lost = losses(decided.scores, self._arms.index(decided.choice), decided.prices, BLOCK_STEPS)
+        return max(lost[arm], LEAST_LOSS)
+
+    # -- deciding --
+
+    def decide(self, server: Hello, now: float) -> Plan:
+        """Return the plan; cells that were visited of late are decided anew, the others in turn."""
+        if self._server is None or self._key(self._server) != self._key(server):
+            self._begin(server)
+        self._now = now
+        self.urgent = False
         visits = Counter(self._recent[-RECENT_STEPS:])
         self._recent = self._recent[-RECENT_STEPS:]
         for cell in {*visits, *self._next_in_turn()}:
             self._decide_cell(cell)
-        explore = self._explore(visits) if visits else {}
+        bound = self.vetoes.max_steps(now)
+        allowed = [k for k in self._arms if bound is None or k <= bound] or self._arms[:1]
         skipping = bool(visits) and self._cells[visits.most_common(1)[0][0]].choice == 0
+        explore = self._explore(visits) if visits else {}
         return Plan(
             self._grid,
-            tuple(cell.choice for cell in self._cells),
-            tuple(cell.keep for cell in self._cells),
-            self._reason(visits),
-            explore=explore,
+            tuple(min(cell.choice, allowed[-1]) for cell in self._cells),
+            tuple(cell.keep.intersection(allowed) for cell in self._cells),
+            "; ".join([self._reason(visits), *self.vetoes.reasons(now)]),
+            explore={
+                cell: kept
+                for cell, row in explore.items()
+                if (kept := tuple(one for one in row if one[0] <= allowed[-1])) and self._cells[cell].choice in allowed
+            },
             block_steps=PROBE_STEPS if skipping else BLOCK_STEPS,
         )
 
@@ -120,17 +238,6 @@ class Goodput:
             server.gpu,
             server.model,
         )
-
-    def _begin(self, server: Hello) -> None:
-        self._server = server
-        self._arms = sorted(server.candidate_steps)
-        sizes = tuple(size for size in sorted(server.captured_batch_sizes) if size <= server.max_running_requests)
-        self._grid = Grid(sizes, tuple(edge for edge in CONTEXT_EDGES if edge < max(server.context_length, 1)))
-        self.acceptance = AcceptanceModel(max(self._arms))
-        self.cost = CostModel(server)
-        self._cells = [_Cell(server.fallback_steps) for _ in range(self._grid.cells)]
-        self._recent = []
-        self._turn = 0
 
     def _next_in_turn(self) -> list[int]:
         begin, self._turn = self._turn, (self._turn + REFRESH_CELLS) % len(self._cells)
@@ -151,18 +258,33 @@ class Goodput:
         length = lengths[self._arms]
         scores = batch * length / seconds
         errors = np.hypot((high - low)[self._arms] / _SIGMAS / length, relative)
+        allowed = np.ones(len(self._arms), bool)
+        if self._objective is not None:
+            meets = seconds / length * (1.0 + _SIGMAS / 2 * errors) <= self._objective
+            allowed = meets if meets.any() else allowed
         cell = self._cells[index]
-        best = int(np.argmax(scores))
+        best = int(np.argmax(np.where(allowed, scores, -np.inf)))
         current = self._arms.index(cell.choice)
-        if scores[best] > scores[current] * (1.0 + STAY):
+        if not allowed[current] or scores[best] > scores[current] * (1.0 + STAY):
             current = best
         cell.choice = self._arms[current]
+        prices = [self._price(k, cell.choice) for k in self._arms]
+        spell = self._spells.expected(cell.choice)
         cell.keep = frozenset(
             k
-            for k, score in zip(self._arms, scores, strict=True)
-            if k != cell.choice and score > scores[current] * (1.0 - KEEP)
+            for k, score, price, within in zip(self._arms, scores, prices, allowed, strict=True)
+            if within
+            and k != cell.choice
+            and score > scores[current] * (1.0 - max(KEEP, may_lose(price, seconds[current], spell)))
         )
         cell.scores, cell.errors = tuple(scores.tolist()), tuple(errors.tolist())
+        cell.prices = tuple(price / float(seconds[current]) for price in prices)
+        cell.allowed = tuple(allowed.tolist())
+        cell.winning = 0.0
+
+    def _price(self, steps: int, choice: int) -> float:
+        """Seconds that switching between the two, there and back, costs beyond their steps."""
+        return max(self.cost.switch_seconds(steps, choice)[0] + self.cost.switch_seconds(choice, steps)[0], 0.0)
 
     def _explore(self, visits: Counter[int]) -> dict[int, tuple[tuple[int, float], ...]]:
         rate = self._budget.affordable_rate(100)
@@ -170,9 +292,12 @@ class Goodput:
         for index in visits:
             cell = self._cells[index]
             current = self._arms.index(cell.choice)
-            tried = alternatives(self._arms, cell.scores, cell.errors, current, rate)
-            if cell.choice == 0 and not tried and len(self._arms) > 1:
-                tried = self._probe(index)
+            loss = losses(cell.scores, current, cell.prices, BLOCK_STEPS)
+            scores = [score if within else 0.0 for score, within in zip(cell.scores, cell.allowed, strict=True)]
+            tried = alternatives(self._arms, scores, cell.errors, current, loss, rate)
+            if cell.choice == 0 and len(self._arms) > 1:
+                probing = self._probe(index)
+                tried = probing if self._watch.following or not tried else tried
             if tried:
                 found[index] = tried
         return found
@@ -182,19 +307,32 @@ class Goodput:
         cell = self._cells[index]
         batch, context = self._place(index)
         seconds, _ = self.cost.predict_all(batch, context)
-        plausible = [batch * sum(0.9**i for i in range(k + 1)) / s for k, s in zip(self._arms, seconds, strict=True)]
-        arm = int(np.argmax(plausible[1:])) + 1
-        if plausible[arm] <= cell.scores[0] * (1.0 + STAY):
+        plausible = batch * self._plausible_lengths[:, self._arms] / seconds
+        plausible = np.where(cell.allowed, plausible, 0.0)[:, 1:]
+        wins = np.flatnonzero(plausible.max(axis=1) > cell.scores[0] * (1.0 + STAY))
+        if not len(wins):
             return ()
-        loss = max(1.0 - cell.scores[arm] / cell.scores[0], 0.0)
-        return ((self._arms[arm], probe(loss)),)
+        cell.winning = float(PLAUSIBLE[wins[0]] + PLAUSIBLE[-1]) / 2.0
+        arm = int(np.argmax(plausible[-1])) + 1
+        if self._watch.following:
+            return ((self._arms[arm], FOLLOW_PROBABILITY),)
+        return ((self._arms[arm], probe(losses(cell.scores, 0, cell.prices, PROBE_STEPS)[arm])),)
 
     def _reason(self, visits: Counter[int]) -> str:
         """One line on the cell that most steps of late were in."""
         if not visits:
-            return "no steps seen yet: the server's fallback everywhere"
+            return "no steps seen yet: " + ("as the stored prior says" if self._from_prior else "the fallback")
         index = visits.most_common(1)[0][0]
         cell = self._cells[index]
         batch, context = self._place(index)
         scores = ", ".join(f"K={k} {score:,.0f}" for k, score in zip(self._arms, cell.scores, strict=True))
         return f"at batch {batch}, {context:,.0f} tokens: {scores} tokens/s"
+
+
+def losses(scores: tuple[float, ...], choice: int, prices: tuple[float, ...], block: int) -> list[float]:
+    """Return what a step of each arm loses against the choice, in steps, its share of the switches included.
+
+    >>> losses((100.0, 75.0), 0, (0.0, 1.0), block=4)
+    [0.0, 0.5]
+    """
+    return [max(1.0 - score / scores[choice], 0.0) + price / block for score, price in zip(scores, prices, strict=True)]

@@ -53,8 +53,8 @@ class Plan:
     """Steps (K) by cell."""
     keep: tuple[frozenset[int], ...]
     """Steps that may stay in force though ``choice`` differs, by cell."""
-    reason: str
-    """One line for an operator: what this was decided from."""
+    reason: str = field(compare=False)
+    """One line for an operator: what this was decided from. Plans that differ in it alone are one."""
     min_dwell_steps: int = 0
     explore: dict[int, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     """Alternatives (steps, probability) by cell."""

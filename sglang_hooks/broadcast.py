@@ -32,6 +32,10 @@ logger = logging.getLogger(__name__)
 CHECK_AFTER_CHANGE = 64
 """Forward passes from a new table to the check that confirms it on every rank."""
 
+BURST = 8
+"""Changes that may come faster than ``min_table_interval_seconds``, on credit: after a sudden change
+of the load the controller corrects itself several times within a second."""
+
 AllGather = Callable[[tuple[int, int, int]], list[tuple[int, int, int]]]
 """Gives every rank's value to every rank, in rank order; the identity list on a single rank."""
 
@@ -60,7 +64,8 @@ class UpdateSource:
         self._stale_seconds = settings.stale_seconds
         self._check_steps = settings.check_steps
         self._min_interval = settings.min_table_interval_seconds
-        self._not_before = 0.0
+        # Generic cell rate algorithm (ITU-T I.371): when the next change is due at the sustained rate.
+        self._due = 0.0
         self._deadline = 0.0
         self._next_check = 0
 
@@ -75,9 +80,9 @@ class UpdateSource:
         if self._ranks > 1 and policy.forward_iter >= self._next_check:
             self._next_check = policy.forward_iter + self._check_steps
             return PolicyUpdate(check=True, halt_steps=policy.halt_steps)
-        if mailbox.table is not None and now >= self._not_before:
+        if mailbox.table is not None and self._may_change(now):
             delivery = mailbox.take()
-            self._not_before = now + self._min_interval
+            self._changed(now)
             self._deadline = delivery.deadline
             self._next_check = min(self._next_check, policy.forward_iter + CHECK_AFTER_CHANGE)
             return PolicyUpdate(table=delivery.table)
@@ -87,16 +92,22 @@ class UpdateSource:
         if policy.table is not None and lease_epoch == policy.table.epoch:
             self._deadline = max(self._deadline, lease_deadline)
         if now <= self._deadline:
-            if policy.source == DecisionSource.TABLE or now < self._not_before:
+            if policy.source == DecisionSource.TABLE or not self._may_change(now):
                 return None
             # Bounded like a new table: leases that are too short must not cost a broadcast a pass.
-            self._not_before = now + self._min_interval
+            self._changed(now)
             return PolicyUpdate(source=DecisionSource.TABLE)
         if now > self._deadline + self._stale_seconds:
             return PolicyUpdate(source=DecisionSource.FALLBACK)
         if policy.source == DecisionSource.TABLE:
             return PolicyUpdate(source=DecisionSource.STALE)
         return None
+
+    def _may_change(self, now: float) -> bool:
+        return now >= self._due - BURST * self._min_interval
+
+    def _changed(self, now: float) -> None:
+        self._due = max(self._due, now) + self._min_interval
 
 
 @dataclass

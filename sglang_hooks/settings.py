@@ -144,7 +144,7 @@ OPTIONS = (
     Option(
         "SPECPILOT_MIN_TABLE_INTERVAL_SECONDS",
         "0.5",
-        "Shortest time between two changes of the table; in between only the newest waits.",
+        "Mean time between two changes of the table; up to 8 may come on credit, beyond only the newest waits.",
         _seconds,
     ),
     Option(

@@ -148,3 +148,66 @@ def test_servers_with_few_or_no_graphs(sizes: list[int]) -> None:
         plan = policy.decide(server, 0.0)
         CompiledTable.compile(plan.table(1, 5.0, "goodput"), server.candidate_steps)
         policy.learn(record(batch_size=2, padded_batch_size=2, steps=3, draft_tokens=4, accepted_drafts=[1, 2]))
+
+
+def test_an_objective_forbids_what_may_not_meet_it_as_long_as_something_does() -> None:
+    """K=3 accepts all or nothing, so its time per token is short on average and uncertain at first."""
+    policy = Goodput(time_per_output_token=0.0045)
+    free = Goodput()
+    for each in (policy, free):
+        each.decide(SERVER, 0.0)
+        steps(each, 600, 0.7)
+    assert decided(policy, 8) == decided(free, 8) == 3
+    # 0.005 s and one token each: K=0 misses the objective, so it is neither chosen nor tried.
+    plan = policy.decide(SERVER, 0.0)
+    assert all(k != 0 for row in plan.explore.values() for k, _ in row)
+    # An objective that nothing meets changes nothing.
+    hopeless = Goodput(time_per_output_token=1e-6)
+    hopeless.decide(SERVER, 0.0)
+    steps(hopeless, 600, 0.7)
+    assert decided(hopeless, 8) == 3
+
+
+def test_a_switch_with_a_price_is_not_made_for_a_short_spell() -> None:
+    policy = Goodput()
+    policy.decide(SERVER, 0.0)
+    steps(policy, 900, 0.15)  # K=0 is 4 % behind K=1, K=3 is 14 %
+    cell = policy._grid.cell(8, 300.0)
+    policy.decide(SERVER, 0.0)
+    assert (policy._cells[cell].choice, policy._cells[cell].keep) == (1, frozenset())
+    for kind in policy.cost._extras.values():
+        kind.mean = 0.01
+    policy.decide(SERVER, 0.0)
+    assert policy._cells[cell].keep == frozenset()  # for hundreds of steps a switch pays
+    for choice in [1] * 8 + [0] * 8 + [1] * 8 + [0] * 8:
+        policy._spells.step(choice)
+    policy.decide(SERVER, 0.0)
+    assert policy._cells[cell].keep == frozenset({0})
+
+
+def test_a_stored_prior_decides_before_the_first_step() -> None:
+    policy = Goodput()
+    policy.decide(SERVER, 0.0)
+    steps(policy, 900, 0.02)
+    assert decided(policy, 8) == 0
+    again = Goodput(prior=policy.to_prior())
+    assert decided(again, 8) == 0
+    assert "stored prior" in again.decide(SERVER, 0.0).reason
+    assert again.note == ""
+    assert Goodput().to_prior() is None
+
+
+def test_a_prior_of_another_server_is_ignored_and_said() -> None:
+    policy = Goodput()
+    policy.decide(SERVER, 0.0)
+    steps(policy, 900, 0.3)
+    other = Goodput(prior=policy.to_prior())
+    plan = other.decide(hello(gpu="A100"), 0.0)
+    assert set(plan.choice) == {3}
+    assert "ignored" in other.note
+
+
+@pytest.mark.parametrize("prior", [{"cost": 7}, {"cost": {}, "acceptance": []}, {"x": None}])
+def test_nonsense_as_a_prior_is_ignored(prior: dict[str, Any]) -> None:
+    policy = Goodput(prior=prior)
+    assert set(policy.decide(SERVER, 0.0).choice) == {3}

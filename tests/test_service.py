@@ -15,11 +15,19 @@ import msgspec
 import pytest
 import zmq
 
-from controller.config import Config, ConfigError, ControllerConfig, TraceConfig, load_config
+from controller.config import (
+    Config,
+    ConfigError,
+    ControllerConfig,
+    GoodputPolicy,
+    PriorConfig,
+    TraceConfig,
+    load_config,
+)
 from controller.endpoint import Endpoint
 from controller.service import Service
 from controller.status import ControllerStatus, ServerStatus, StatusError, fetch_status
-from policies.interface import Grid, Plan
+from policies.interface import Grid, Plan, Policy
 from sglang_hooks.agent import Agent, ServerFacts
 from sglang_hooks.settings import Settings
 from sglang_hooks.table_policy import TablePolicy
@@ -305,7 +313,7 @@ def test_a_hello_that_no_policy_could_take_is_refused(make: Make) -> None:
     assert controller.status().refused_messages == 6 + 4
 
 
-class Failing:
+class Failing(Policy):
     name = "failing"
 
     def __init__(self) -> None:
@@ -324,7 +332,7 @@ class Failing:
 def test_a_policy_that_fails_for_one_server_goes_on_for_the_others(
     tmp_path: Path, agents: Agents, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("controller.config.ThresholdPolicy.build", lambda self: Failing())
+    monkeypatch.setattr("controller.config.ThresholdPolicy.build", lambda self, prior: Failing())
     settings = ControllerConfig(endpoint=f"ipc://{tmp_path}/c.ipc", lease_seconds=0.5)
     service = Service(Config(controller=settings, trace=TraceConfig(directory="")))
     good, bad = agents(settings.endpoint, "good"), agents(settings.endpoint, "bad")
@@ -343,6 +351,89 @@ def test_a_policy_that_fails_for_one_server_goes_on_for_the_others(
     assert sum("failed in" in r.getMessage() for r in caplog.records) == 2
     service.stop()
     service.run()
+
+
+@pytest.fixture
+def learning(tmp_path: Path) -> Iterator[Callable[[], Service]]:
+    """Services with the learned policy, one after the other on one endpoint."""
+    config = Config(
+        controller=ControllerConfig(endpoint=f"ipc://{tmp_path}/c.ipc"),
+        policy=GoodputPolicy(),
+        trace=TraceConfig(directory=""),
+        prior=PriorConfig(directory=str(tmp_path / "prior")),
+    )
+    made: list[Service] = []
+
+    def start() -> Service:
+        if made:
+            made[-1].stop()
+            made[-1].run()
+        made.append(Service(config))
+        return made[-1]
+
+    yield start
+    made[-1].stop()
+    made[-1].run()
+
+
+def serve(service: Service, agent: Agent, accepted: int, count: int = 400) -> None:
+    """Let ``service`` learn from a server on which K=3 accepts ``accepted`` drafts of each request."""
+    first = agent._queue.waiting()
+    for seq in range(first, first + count):
+        agent._queue.put(record(record_seq=seq, batch_size=8, padded_batch_size=8, accepted_drafts=[accepted] * 8))
+    until(lambda: service.turn() or service.status().servers[0].records == count)
+
+
+def test_what_was_learned_outlives_the_controller(
+    learning: Callable[[], Service], agents: Agents, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = learning()
+    agent = agents(service.endpoint)
+    until(lambda: service.turn() or in_command(agent))
+    serve(service, agent, accepted=2)
+    assert not list((tmp_path / "prior").iterdir())
+    service = learning()  # the one before stops, and writes
+    (path,) = (tmp_path / "prior").iterdir()
+    until(lambda: service.turn() or service._sessions)
+    assert "stored prior" in service._sessions["s/0"].plan.reason  # type: ignore[union-attr]
+    service = learning()
+    path.write_text("no JSON")
+    until(lambda: service.turn() or service._sessions)
+    assert f"{path} is not used" in caplog.text
+    assert "stored prior" not in service._sessions["s/0"].plan.reason  # type: ignore[union-attr]
+
+
+def test_a_broken_drafter_is_in_the_status(learning: Callable[[], Service], agents: Agents) -> None:
+    service = learning()
+    agent = agents(service.endpoint)
+    until(lambda: service.turn() or in_command(agent))
+    serve(service, agent, accepted=0)
+    until(lambda: service.turn() or "drafter broken" in service.status().servers[0].note)
+
+
+def test_a_prior_that_cannot_be_written_is_in_the_status(
+    learning: Callable[[], Service], agents: Agents, tmp_path: Path
+) -> None:
+    service = learning()
+    agent = agents(service.endpoint)
+    until(lambda: service.turn() or in_command(agent))
+    (tmp_path / "prior").rmdir()
+    for session in service._sessions.values():
+        session.saved_at = float("-inf")
+    service.turn()
+    assert str(tmp_path / "prior") in service.status().prior_error
+    assert in_command(agent)
+
+
+def test_a_policy_that_learned_of_a_change_decides_at_once(learning: Callable[[], Service], agents: Agents) -> None:
+    service = learning()
+    service._config = msgspec.structs.replace(
+        service._config, controller=msgspec.structs.replace(service._config.controller, decide_seconds=3600.0)
+    )
+    agent = agents(service.endpoint)
+    until(lambda: service.turn() or in_command(agent))
+    serve(service, agent, accepted=3)
+    until(lambda: service.turn() or "K=3" in service.status().servers[0].reason)
 
 
 def test_records_of_a_server_that_nobody_asked_yet_are_kept(tmp_path: Path) -> None:

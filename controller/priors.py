@@ -1,0 +1,78 @@
+"""What was learned of a server, kept on disk: a controller that restarts begins where it was.
+
+One JSON file per fingerprint (hardware, models, version, graphs: ``policies.cost_prior.fingerprint``).
+A file that cannot be read, or says nonsense, is worth a note in the log and in ``status``, never
+an error: the policy then learns from nothing, as it would without.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from controller.config import ConfigError
+from policies.cost_prior import fingerprint
+from sglang_hooks.wire import Hello
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 16 << 20
+"""A prior has some hundred cells of 100 bytes each; a larger file is not one."""
+
+
+class PriorStore:
+    """The folder of stored priors; nothing here raises for what the disk does, after the start."""
+
+    def __init__(self, directory: Path) -> None:
+        """Create ``directory``; ConfigError if it cannot be."""
+        self._directory = directory.absolute()
+        self.error = ""
+        """Why the newest attempt to write failed; empty while it works."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"stored priors cannot be kept in {self._directory}: {error.strerror or error}. "
+                'Make that folder writable, or set prior.directory to another one, or to "" to keep none'
+            ) from error
+
+    def path(self, server: Hello) -> Path:
+        """Return the file for a server of this fingerprint."""
+        return self._directory / f"{fingerprint(server)}.json"
+
+    def load(self, server: Hello) -> dict[str, Any] | None:
+        """Return the stored prior for this server; None if there is none that can be read."""
+        path = self.path(server)
+        try:
+            if path.stat().st_size > MAX_BYTES:
+                raise ValueError(f"it is larger than {MAX_BYTES >> 20} MB")
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            logger.warning("%s is not used: %s. It will be written anew", path, error)
+            return None
+
+    def save(self, server: Hello, prior: dict[str, Any]) -> None:
+        """Replace the file of this server in one step: a crash leaves the old one or the new one."""
+        path = self.path(server)
+        temporary = None
+        try:
+            with tempfile.NamedTemporaryFile(dir=self._directory, prefix=".prior-", delete=False) as file:
+                temporary = file.name
+                file.write(msgspec.json.format(msgspec.json.encode(prior)) + b"\n")
+            os.replace(temporary, path)
+            temporary = None
+            self.error = ""
+        except OSError as error:
+            if not self.error:
+                logger.error("what was learned cannot be kept in %s: %s", path, error)
+            self.error = f"prior {path}: {error.strerror or error}"
+        finally:
+            if temporary is not None:
+                Path(temporary).unlink(missing_ok=True)

@@ -184,23 +184,20 @@ def _regret(found: Sequence[Examined], policies: Sequence[str]) -> Plot:
         regrets = [one.regret for one in found if one.result.policy == policy]
         steps = np.linspace(0.0, min(regret.steps[-1] for regret in regrets), _GRID_POINTS)
         lost = np.array([np.interp(steps, [0, *regret.steps], [0.0, *regret.lost_seconds]) for regret in regrets])
-        intervals = np.array([mean_and_interval(column) for column in lost.T])
-        axes.plot(steps, intervals[:, 0], label=policy, linewidth=1.8, **style)
-        if len(regrets) > 1:
-            low, high = intervals[:, 0] - intervals[:, 1], intervals[:, 0] + intervals[:, 1]
-            axes.fill_between(steps, low, high, color=style["color"], alpha=0.15, linewidth=0)
-        ends.append(f"{policy} {intervals[-1, 0]:.1f} s after {steps[-1]:,.0f} steps")
+        mean = lost.mean(axis=0)
+        axes.plot(steps, mean, label=policy, linewidth=1.8, **style)
+        axes.fill_between(steps, lost.min(axis=0), lost.max(axis=0), color=style["color"], alpha=0.15, linewidth=0)
+        ends.append(f"{policy} {mean[-1]:.1f} s after {steps[-1]:,.0f} steps")
     axes.set_xlabel("decode steps")
     axes.set_ylabel("seconds lost")
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    # What one policy loses in a minute another loses in a day.
+    axes.set_yscale("symlog", linthresh=0.1)
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.margins(x=0)
-    axes.legend(loc="upper left", fontsize=9)
+    figure.legend(loc="outside upper center", ncols=3, fontsize=9)
     text = "Decoding time lost so far against the best K in each state, the mean over the seeds: " + ", ".join(ends)
-    return _plot("Regret", text + (". Bands: 95 % intervals." if _has_seeds(found) else "."), figure)
-
-
-def _has_seeds(found: Sequence[Examined]) -> bool:
-    return len({one.result.seed for one in found}) > 1
+    return _plot("Regret", f"{text}. Bands reach from the least to the most of the seeds.", figure)
 
 
 def shown_course(found: Sequence[Examined], policies: Sequence[str]) -> Examined:
@@ -228,7 +225,7 @@ def _course(found: Sequence[Examined], policies: Sequence[str]) -> Plot:
     steps.set_ylabel("K")
     steps.yaxis.set_major_locator(MaxNLocator(integer=True))
     steps.set_ylim(-0.3, max(course.steps.max(), course.best_steps.max()) + 0.3)
-    steps.legend(loc="upper right", ncols=2, fontsize=9)
+    steps.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0, ncols=2, fontsize=9)
     steps.set_xlabel("seconds")
     steps.margins(x=0)
     agreed = np.mean(course.steps == course.best_steps)
@@ -256,13 +253,14 @@ def _until_right(found: Sequence[Examined], policies: Sequence[str]) -> Plot:
     values = [[float(steps) for steps in until[policy] if steps is not None] for policy in policies]
     figure = Figure(figsize=(_WIDTH, 0.9 + 0.4 * len(policies)), layout="constrained")
     axes = _dots(figure, policies, values)
+    never = {policy: sum(steps is None for steps in own) for policy, own in until.items()}
+    names = [
+        policy + (f"\nnever in {never[policy]} of {len(until[policy])}" if never[policy] else "") for policy in policies
+    ]
+    axes.set_yticks(range(len(policies)), names)
     axes.set_xlabel("decode steps until within 5 % of the best K, to stay")
     axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    for row, (policy, own) in enumerate(zip(policies, values, strict=True)):
-        if never := len(until[policy]) - len(own):
-            label = "never" if not own else f"never in {never}"
-            axes.annotate(label, (1, row), xycoords=("axes fraction", "data"), ha="right", va="center", fontsize=9)
     text = "Steps from the start until a policy is within 5 % of the best K to stay, each run and the median: "
     medians = (
         f"{policy} {f'{np.median(own):,.0f}' if own else 'never'}" for policy, own in zip(policies, values, strict=True)

@@ -184,7 +184,7 @@ def test_one_seed_and_no_reference(tmp_path: Path) -> None:
     page = Page(path.read_text())
     assert "Difference to the best fixed K" in page.of("th", scope="col")
     assert "±" not in path.read_text()
-    assert "never" in page.of("svg")[3]
+    assert "never in 1 of 1" in page.of("svg")[3]
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:

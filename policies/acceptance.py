@@ -19,10 +19,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
+from typing import Annotated
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
+from policies.applied import AppliedSteps
 from policies.interface import Grid
 from sglang_hooks.wire import MASKED, StepRecord
 
@@ -48,11 +52,15 @@ samples around CHAIN_DECAY * h_{j-1}: measured drafters fall off slowly, but wha
 STORED_SAMPLES = 32.0
 """A stored prior counts for this many samples a position, at most."""
 
-TILT = 1.0
-"""Log-odds by which the detector's alternatives lie above and below the hazards known (0.8 to 0.6 or 0.92)."""
-ALARM_NATS = 30.0
-"""Independent samples give one false alarm in e^A of them (Lorden 1971), so A = 10 for 20,000 samples.
-Three times that, since a request's samples are alike: a single odd request at batch 1 is no change."""
+DETECTORS = ((1.0, 40.0), (2.0, 30.0))
+"""(tilt, nats): log-odds by which a detector's alternatives lie above and below the hazards known, and its alarm.
+
+Tilt 1 is 0.8 to 0.6 or 0.92, tilt 2 is 0.9 to 0.55: a collapse is found nearly twice as fast by it.
+Independent samples give one false alarm in e^A of them (Lorden 1971), so A = 10 for 20,000 samples.
+Three times that, since a request's samples are alike: a single odd request at batch 8 is no change,
+nor at batch 1 unless it is odd for long. Four times where the alternative is near: more requests
+come near it by themselves.
+"""
 ALARM_RECORDS = 4
 """No fewer records than this raise an alarm."""
 ARM_SAMPLES, REFRESH_RECORDS, RUN_RECORDS = 64.0, 8, 256
@@ -61,6 +69,7 @@ CHANGED_SAMPLES, OLD_SAMPLES = 64.0, 4.0
 """After a change what was seen since counts for at most the former, what was before for the latter."""
 
 BROKEN_HAZARD, BROKEN_SAMPLES, BROKEN_LEVEL = 0.05, 200.0, 0.99
+"""A drafter is broken whose first drafts are accepted so rarely, by so many samples, so surely."""
 
 Hazard = tuple[float, float, float]
 """Mean, own variance, and by how much it moves with the hazard of the position before."""
@@ -129,6 +138,8 @@ class _Cusum:
     """
 
     tilt: float
+    nats: float
+    """Sum that is an alarm."""
     logs: list[float] = field(default_factory=list)
     total: float = 0.0
     run: deque[tuple[Sequence[int], Sequence[int]]] = field(default_factory=lambda: deque(maxlen=RUN_RECORDS))
@@ -146,10 +157,10 @@ class _Cusum:
         gain = 0.0
         for log, count, good in zip(self.logs, trials, passed, strict=False):
             gain += self.tilt * good - count * log
-        self.total += min(gain, ALARM_NATS / ALARM_RECORDS)
+        self.total += min(gain, self.nats / ALARM_RECORDS)
         if self.total > 0.0:
             self.run.append((trials, passed))
-            return self.total >= ALARM_NATS
+            return self.total >= self.nats
         self.total = 0.0
         self.run.clear()
         return False
@@ -164,12 +175,22 @@ class _Cusum:
         return seen.capped(CHANGED_SAMPLES)
 
 
+_Samples = Annotated[list[Annotated[float, Meta(ge=0.0, le=1e9)]], Meta(min_length=1, max_length=4096)]
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    """What is kept for the next start: trials and accepted drafts by position."""
+
+    trials: _Samples
+    passed: _Samples
+
+
 class _Band(_Evidence):
-    """The evidence of one band of batch size and context, and its detector, upward and downward."""
+    """The evidence of one band of batch size and context, and its detectors, upward and downward."""
 
     def __init__(self, max_steps: int) -> None:
         super().__init__([0.0] * max_steps, [0.0] * max_steps)
-        self._records, self._cusums = 0, (_Cusum(TILT), _Cusum(-TILT))
+        self._arm()
 
     def change(self, trials: Sequence[int], passed: Sequence[int]) -> _Evidence | None:
         """Hold a record against the hazards known; return what was seen since the change, if there is one."""
@@ -182,9 +203,13 @@ class _Band(_Evidence):
         return None
 
     def restart(self, since: _Evidence) -> None:
-        """Start anew, the detector too."""
+        """Start anew, the detectors too."""
         super().restart(since)
-        self._records, self._cusums = 0, (_Cusum(TILT), _Cusum(-TILT))
+        self._arm()
+
+    def _arm(self) -> None:
+        self._records = 0
+        self._cusums = [_Cusum(sign * tilt, nats) for tilt, nats in DETECTORS for sign in (1.0, -1.0)]
 
 
 def trials_of(step: StepRecord, max_steps: int) -> tuple[list[int], list[int]]:
@@ -232,8 +257,11 @@ class AcceptanceModel:
     (2.74, 2.57, 2.9)
     """
 
-    def __init__(self, max_steps: int) -> None:
-        """``max_steps``: the largest K asked about, at least 1; deeper drafts of a record are ignored."""
+    def __init__(self, max_steps: int, topk: int = 1) -> None:
+        """``max_steps``: the largest K asked about, at least 1; deeper drafts of a record are ignored.
+
+        ``topk``: the server's; above 1 drafts are a tree, of which the accepted path is what counts.
+        """
         if max_steps < 1:
             raise ValueError(f"max_steps = {max_steps} must be at least 1")
         self.changes = 0
@@ -241,6 +269,7 @@ class AcceptanceModel:
         self.change_seq = -1
         """``record_seq`` of the last alarm; -1 before any."""
         self._max_steps = max_steps
+        self._applied = AppliedSteps(topk)
         self._pool = _Evidence([0.0] * max_steps, [0.0] * max_steps)
         self._bands = [_Band(max_steps) for _ in range(BANDS.cells)]
 
@@ -258,7 +287,10 @@ class AcceptanceModel:
 
     def learn(self, step: StepRecord) -> None:
         """Take one record in. Rows that are masked, and steps of K=0, say nothing."""
-        trials, passed = trials_of(step, self._max_steps)
+        depth = self._applied.of(step)
+        if not depth:
+            return
+        trials, passed = trials_of(step, min(depth, self._max_steps))
         if not trials:
             return
         band = self._band(step)
@@ -334,16 +366,19 @@ class AcceptanceModel:
         return {"trials": pool.trials, "passed": pool.passed}
 
     @classmethod
-    def from_prior(cls, prior: dict[str, list[float]], max_steps: int | None = None) -> AcceptanceModel:
+    def from_prior(cls, prior: object, max_steps: int | None = None, topk: int = 1) -> AcceptanceModel:
         """Return a model that begins with what ``to_prior`` gave; ValueError if that makes no sense.
 
         ``max_steps`` None: as many as the prior has.
         """
-        trials, passed = prior.get("trials", []), prior.get("passed", [])
-        sane = all(0.0 <= good <= known < math.inf for good, known in zip(passed, trials, strict=False))
-        if len(trials) != len(passed) or not sane:
-            raise ValueError(f"a prior of acceptance has, by position, 0 <= passed <= trials: {prior}")
-        model = cls(len(trials) if max_steps is None else max_steps)
+        try:
+            stored = msgspec.convert(prior, _Stored)
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise ValueError(f"not a prior of acceptance: {error}") from error
+        trials, passed = stored.trials, stored.passed
+        if len(trials) != len(passed) or any(good > known for good, known in zip(passed, trials, strict=True)):
+            raise ValueError(f"a prior of acceptance has, by position, passed <= trials: {trials}, {passed}")
+        model = cls(len(trials) if max_steps is None else max_steps, topk)
         padding = [0.0] * model._max_steps
         trials, passed = ([*counts, *padding][: model._max_steps] for counts in (trials, passed))
         model._pool = _Evidence(trials, passed).capped(STORED_SAMPLES)

@@ -139,6 +139,7 @@ class Scenario:
     requests: Sequence[Arrival]
     """Open loop: each at its time. Closed loop: their lengths, in order, over and over."""
     seconds: float
+    """Of virtual time; it may be infinite where ``steps`` ends the run."""
     seed: int
     """Of the acceptance path, the accepted drafts and the exploration."""
     load: float | None = None
@@ -151,6 +152,8 @@ class Scenario:
     kv_tokens: int = KV_TOKENS
     resume_seconds: float = 0.0
     """What the first step with drafts after one without takes longer."""
+    steps: int | None = None
+    """The run also ends after so many decode steps."""
     decode_limits: Sequence[tuple[float, int]] = ()
     """From each time on (seconds, rising) at most so many of the running requests are decoded."""
 
@@ -280,7 +283,8 @@ def serve(policy: str, scenario: Scenario, make: Factory | None = None) -> Run:
             controller = InProcessController(
                 factory(agent.hello(), truth), agent, ControllerConfig(), ROUND_TRIP_SECONDS, scenario.seed
             )
-        while clock.now() < scenario.seconds:
+        enough = math.inf if scenario.steps is None else scenario.steps
+        while clock.now() < scenario.seconds and len(run.decodes) < enough:
             server.turn()
             if controller is not None:
                 controller.turn(clock.now())

@@ -26,6 +26,8 @@ class Judged:
     at: npt.NDArray[np.float64]
     """Seconds since the start of the server, at the launch."""
     batch: npt.NDArray[np.int64]
+    context: npt.NDArray[np.float64]
+    """Tokens per request."""
     acceptance: npt.NDArray[np.float64]
     steps: npt.NDArray[np.int64]
     explored: npt.NDArray[np.bool_]
@@ -59,6 +61,7 @@ class Judged:
         return Judged(
             at=at,
             batch=batch,
+            context=context,
             acceptance=acceptance,
             steps=steps,
             explored=explored,

@@ -175,7 +175,7 @@ class CostModel:
         moved, found = cell.learn(log_seconds, step.context_tokens)
         self._common.follow(cell, moved, found, self._cells.values(), self.steps_learned)
         self._common.touch(cell, self.steps_learned)
-        self._common.judge_prior(cell)
+        self._common.judge_prior(cell, found)
         if found or self._since_fit >= max(REFIT, len(self._fitted)):
             self._refit()
         return True
@@ -243,6 +243,8 @@ class CostModel:
                 spread=spread,
                 records=SETTLED,
                 stored=old.level,
+                corrects=True,
+                returns=True,
             )
             self._fitted.append(key)
         for kind in self._extras:

@@ -55,7 +55,7 @@ class Cell:
     fast: float = 0.0
     run: list[float] = field(default_factory=list)
     returns: bool = False
-    """The level is so uncertain that it is found anew by the next FIRST records, which are in ``run``."""
+    """The level is so uncertain, or of a stored prior, that it is held against the next FIRST records, in ``run``."""
     records: int = 0
     """Records ever learned."""
     moved: float = 0.0
@@ -67,7 +67,7 @@ class Cell:
     held: int = 0
     """The same when the level was last known to hold."""
     corrects: bool = False
-    """Common movement, the last of it at ``held``, was shared with this cell since it was known to hold."""
+    """The level is as of ``held`` or older: by common movement, the last of it then, or by a stored prior."""
     withheld: float = 0.0
     """Common movement that was not, as this cell had been seen after it, perhaps."""
     unrest: float = 0.0
@@ -131,11 +131,15 @@ class Cell:
         return error / n, False
 
     def _return(self) -> float:
-        """Weigh the level known against the median of some records, which counts as 2/pi of them."""
+        """Weigh the level known against the median of some records, which counts as 2/pi of them; or jump there."""
+        self.returns = False
+        bound = CLIP * self.spread
+        if min(self.run) > self.level + bound or max(self.run) < self.level - bound:
+            return self._jump()
         fresh = 2.0 / math.pi * len(self.run)
         moved = (median(self.run) - self.level) * fresh / (fresh + self.n)
         self.level += moved
-        self.n, self.run, self.fast, self.returns = self.n + fresh, [], 0.0, False
+        self.n, self.run, self.fast = self.n + fresh, [], 0.0
         return moved
 
     def _jump(self) -> float:

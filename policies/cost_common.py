@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from policies.cost_cell import RETURNED, SETTLED, Cell
 
-DRIFT_SHARE, JUMP_SHARE = 0.95, 0.8
-"""Share of a settled cell's movement that all cells take part in: where it drifts, and where it is found
-at another level than before, by a jump or on its return."""
+DRIFT_SHARE, JUMP_SHARE, STORED_SHARE = 0.95, 0.8, 0.5
+"""Share of a settled cell's movement that all cells take part in: where it drifts, where it is found at
+another level than before, by a jump or on its return, and where it is not what the stored prior says."""
 DEAD_ZONE = 3.0
 """Standard errors of a cell's level within which it moves alone: noise is not shared."""
 DOUBT = 0.3
@@ -48,7 +48,7 @@ class Common:
 
     def before(self, cell: Cell) -> None:
         """Make ``cell`` as uncertain as it is, before its next record is learned."""
-        if cell.seen != self.level and self._shared_at > cell.held:
+        if cell.seen != self.level and self._shared_at > cell.held and cell.stored is None:
             cell.held, cell.corrects = self._shared_at, True
         cell.doubt(self.doubt(cell))
 
@@ -72,7 +72,8 @@ class Common:
         cell.withheld -= late
         moved -= late
         if found:
-            carried, cell.moved = JUMP_SHARE * moved, 0.0
+            share = JUMP_SHARE if cell.stored is None else STORED_SHARE
+            carried, cell.moved = share * moved, 0.0
         else:
             cell.moved += moved
             # An exponential mean of n has 1 / 2n of the noise's variance. A quarter more, so that this is rare.
@@ -94,11 +95,13 @@ class Common:
                 other.unrest += part * unrest
                 other.withheld += part * carried
 
-    def judge_prior(self, cell: Cell) -> None:
-        """Hold a stored cell against its own records, once these outweigh the prior; the others may err as much."""
-        if cell.stored is not None and cell.n >= RETURNED:
-            off = cell.level + self.level - cell.stored
-            total = self.prior_variance * self._prior_cells + off * off
-            self._prior_cells += 1.0
-            self.prior_variance = total / self._prior_cells
-            cell.stored = None
+    def judge_prior(self, cell: Cell, found: bool) -> None:
+        """Hold a stored cell against its own records, once there are some; the others may err as much."""
+        if cell.stored is None or not (found or cell.n >= RETURNED):
+            return
+        off = cell.level + self.level - cell.stored
+        noise = cell.spread**2 / cell.n
+        total = self.prior_variance * self._prior_cells + max(off * off - noise, 0.0)
+        self._prior_cells += 1.0
+        self.prior_variance = total / self._prior_cells
+        cell.stored = None

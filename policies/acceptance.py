@@ -43,6 +43,9 @@ half of Kish's effective size of exponential weights, so intervals allow for a d
 STALE_RATE = 0.125
 """Positions beyond a record's K age this much slower: nothing newer replaces what they know."""
 
+UNSEEN_HALF_LIFE = 2048.0
+"""Records of other bands after which a band's own evidence halves: what tells it from the pool gets old too."""
+
 RECORD_SAMPLES, RECORD_FLOOR, RECORD_SHARE = 32.0, 4.0, 0.25
 """A record counts at a position for FLOOR + SHARE * (samples known there), at most for RECORD_SAMPLES."""
 
@@ -190,6 +193,8 @@ class _Band(_Evidence):
 
     def __init__(self, max_steps: int) -> None:
         super().__init__([0.0] * max_steps, [0.0] * max_steps)
+        self.seen = 0
+        """The model's records when this band took its newest."""
         self._arm()
 
     def change(self, trials: Sequence[int], passed: Sequence[int]) -> _Evidence | None:
@@ -206,6 +211,22 @@ class _Band(_Evidence):
         """Start anew, the detectors too."""
         super().restart(since)
         self._arm()
+
+    def clear(self) -> None:
+        """Know nothing: be the pool."""
+        self.trials, self.passed = [0.0] * len(self.trials), [0.0] * len(self.passed)
+        self._arm()
+
+    def as_of(self, record: int) -> _Evidence:
+        """Return the evidence as it is after the model's ``record``-th record, of whichever band."""
+        keep = 0.5 ** ((record - self.seen) / UNSEEN_HALF_LIFE)
+        return _Evidence([keep * known for known in self.trials], [keep * good for good in self.passed])
+
+    def take(self, trials: Sequence[int], passed: Sequence[int], record: int) -> None:
+        """Count the model's ``record``-th record, after forgetting what those of other bands made old."""
+        faded = self.as_of(record - 1)
+        self.trials, self.passed, self.seen = faded.trials, faded.passed, record
+        self.add(trials, passed)
 
     def _arm(self) -> None:
         self._records = 0
@@ -272,6 +293,8 @@ class AcceptanceModel:
         self._applied = AppliedSteps(topk)
         self._pool = _Evidence([0.0] * max_steps, [0.0] * max_steps)
         self._bands = [_Band(max_steps) for _ in range(BANDS.cells)]
+        self._records = 0
+        """Records with trials so far: the time of the bands."""
 
     @property
     def samples(self) -> float:
@@ -295,8 +318,9 @@ class AcceptanceModel:
             return
         band = self._band(step)
         since = band.change(trials, passed)
+        self._records += 1
         if since is None:
-            band.add(trials, passed)
+            band.take(trials, passed, self._records)
             self._pool.add(trials, passed)
         else:
             self._changed(step, band, since)
@@ -387,17 +411,25 @@ class AcceptanceModel:
     def _restart(self, band: _Band, since: _Evidence) -> None:
         """Restart ``band``; if it went with the pool, so do the pool and the bands that did too."""
         pool = self._pool.posterior()
-        together = [other for other in self._bands if _weight(other, other.posterior(), pool) < 0.5]
+        known = [other.as_of(self._records) for other in self._bands]
+        together = [
+            other
+            for other, evidence in zip(self._bands, known, strict=True)
+            if _weight(evidence, evidence.posterior(), pool) < 0.5
+        ]
         if band in together:
             self._pool.restart(since)
             for other in together:
-                other.restart(since if other is band else since.capped(0.0))
+                if other is band:
+                    band.restart(since)
+                else:  # what it knew of its own is of before the change, and would part it from the pool
+                    other.clear()
         else:
             band.restart(since)
 
     def _hazards(self, batch_size: int, mean_context: float) -> list[Hazard]:
         """Return the hazards of a band, pooled as far as the evidence goes."""
-        band = self._bands[BANDS.cell(batch_size, mean_context)]
+        band = self._bands[BANDS.cell(batch_size, mean_context)].as_of(self._records)
         pool, own = self._pool.posterior(), band.posterior()
         weight = _weight(band, own, pool)
         rest = 1.0 - weight

@@ -118,7 +118,7 @@ class Goodput(Policy):
         prior = self._prior or {}
         self._from_prior = False
         self.cost = CostModel(server, prior.get("cost"))
-        self.acceptance = AcceptanceModel(max(self._arms[-1], 1))
+        self.acceptance = AcceptanceModel(max(self._arms[-1], 1), server.topk)
         self._ignored = ""
         if not prior:
             return

@@ -388,3 +388,31 @@ def test_a_prior_is_worth_a_few_samples() -> None:
 def test_a_prior_that_makes_no_sense_is_refused(prior: dict[str, list[float]]) -> None:
     with pytest.raises(ValueError, match=r"prior|max_steps"):
         AcceptanceModel.from_prior(prior)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.3, 0.9), (0.9, 0.3)])
+def test_a_change_reaches_every_band_that_went_with_the_pool(before: float, after: float) -> None:
+    """A batch whose mean context swings over a band's edge: what the other band knew is of before, too."""
+    rng = np.random.default_rng(1)
+    model = AcceptanceModel(7)
+
+    def both(hazard: float, count: int) -> None:
+        low, high = (draw(rng, [hazard] * 7, 64, count, context=context) for context in (500, 1100))
+        for pair in zip(low, high, strict=True):
+            for one in pair:
+                model.learn(one)
+
+    both(before, 100)
+    both(after, 10)
+    for context in (500.0, 1100.0, 5000.0):
+        assert model.hazard(64, context) == pytest.approx([after] * 7, abs=0.08)
+        assert model.hazard(2, context) == pytest.approx([after] * 7, abs=0.08)
+
+
+def test_what_a_band_knew_of_its_own_gets_old_while_others_are_seen() -> None:
+    rng = np.random.default_rng(2)
+    model = fed(AcceptanceModel(3), draw(rng, [0.4] * 3, 8, 300, context=20_000))
+    fed(model, draw(rng, [0.8] * 3, 8, 300))
+    assert model.hazard(8, 20_000.0)[0] == pytest.approx(0.4, abs=0.06)
+    fed(model, draw(rng, [0.8] * 3, 8, 20_000))
+    assert model.hazard(8, 20_000.0)[0] == pytest.approx(0.8, abs=0.06)

@@ -29,7 +29,7 @@ from controller.pace import Pace
 from controller.replay_judge import Judged, Result, TimePerOutputToken
 from controller.replay_policies import Factory, ReplayError, parse_policy
 from controller.simserver import Decode, Req, SimServer, VirtualClock
-from controller.surface import NamedSurface
+from controller.surface import ContextSurface, DriftingSurface, NamedSurface
 from controller.workload import (
     Arrival,
     KeyedDraws,
@@ -150,6 +150,8 @@ class Scenario:
     """Held for the whole run, or by phases; None: ``acceptance_path``."""
     max_running_requests: int = MAX_RUNNING_REQUESTS
     kv_tokens: int = KV_TOKENS
+    drifts_to: NamedSurface | None = None
+    """What steps cost at the end; it gets there evenly."""
     resume_seconds: float = 0.0
     """What the first step with drafts after one without takes longer."""
     steps: int | None = None
@@ -168,6 +170,19 @@ class Scenario:
         if self.concurrency is None:
             return Workload(tuple(self.requests), phases)
         return Workload(tuple(self.following(index, 0.0) for index in range(self.concurrency)), phases)
+
+    def costs(
+        self, speculating: bool = True, now: Callable[[], float] = lambda: 0.0
+    ) -> ContextSurface | DriftingSurface:
+        """Return what steps cost, with speculation configured or without; ``now`` only where that drifts."""
+        begin, end = (
+            one.speculating if speculating else one.plain for one in (self.surface, self.drifts_to or self.surface)
+        )
+        return DriftingSurface(begin, end, self.seconds, now) if self.drifts_to else begin
+
+    def judge(self, decodes: Sequence[Decode]) -> Judged:
+        """Judge a run by its true costs."""
+        return Judged.of(decodes, self.costs())
 
     def decode_limit(self, at: float) -> int:
         """Return how many requests are decoded at a time, ``at`` seconds after the start."""
@@ -232,9 +247,9 @@ def serve(policy: str, scenario: Scenario, make: Factory | None = None) -> Run:
     ``make``: instead of the policy that the name stands for.
     """
     factory = make or parse_policy(policy)
-    surface = scenario.surface.plain if policy == "none" else scenario.surface.speculating
     workload = scenario.workload()
     clock = VirtualClock()
+    surface = scenario.costs(policy != "none", clock.now)
     run = Run()
     issued = scenario.concurrency or 0
 
@@ -308,7 +323,7 @@ def examine(policy: str, scenario: Scenario) -> tuple[Result, Judged]:
     run = serve(policy, scenario)
     if len(run.decodes) < 2:
         raise ReplayError(f"only {len(run.decodes)} decode steps in {scenario.seconds:g} s: give more --seconds")
-    judged = Judged.of(run.decodes, scenario.surface.speculating)
+    judged = scenario.judge(run.decodes)
     switches, probes = judged.switches_per_100_steps()
     times = run.token_seconds
     result = Result(

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from controller.simserver import Decode
-from controller.surface import ContextSurface
+from controller.surface import ContextSurface, DriftingSurface
 
 SKIPPED_STEPS = 2000
 WINDOW_STEPS = 200
@@ -45,16 +45,20 @@ class Judged:
     """Tokens per second to expect of each K in the step's state."""
 
     @staticmethod
-    def of(decodes: Sequence[Decode], surface: ContextSurface) -> Judged:
+    def of(decodes: Sequence[Decode], surface: ContextSurface | DriftingSurface) -> Judged:
         """Judge against every K of ``surface``, the speculating one also for a server without speculation."""
-        at, steps, held, batch, context, acceptance, seconds = (
-            np.array(column) for column in zip(*decodes, strict=True)
-        )
-        tokens = [batch * sum(acceptance**position for position in range(k + 1)) for k in surface.steps]
+        *columns, own = zip(*decodes, strict=True)
+        at, steps, held, batch, context, acceptance, seconds = map(np.array, columns)
+        positions = np.arange(max(surface.steps) + 1)[:, None]
+        passing = batch * acceptance**positions
+        for index in (index for index, acceptances in enumerate(own) if acceptances):
+            passing[:, index] = (np.array(own[index]) ** positions).sum(axis=1)
+        tokens = passing.cumsum(axis=0)[list(surface.steps)]
         goodput = [
-            made / surface.decode_seconds_of(k, batch, context) for k, made in zip(surface.steps, tokens, strict=True)
+            made / surface.decode_seconds_of(k, batch, context, at)
+            for k, made in zip(surface.steps, tokens, strict=True)
         ]
-        expected = np.select([steps == k for k in surface.steps], tokens, np.nan)
+        expected = np.select([steps == k for k in surface.steps], list(tokens), np.nan)
         explored = steps != held
         of_held = np.select([held == k for k in surface.steps], goodput, np.nan)
         of_best = np.max(goodput, axis=0)

@@ -131,6 +131,8 @@ class Req:
     """In the order of arrival."""
     position: int = 0
     """Output tokens decided so far, those in flight included; it goes on past the end."""
+    acceptance: float | None = None
+    """Of its own text; None: the workload's at the time."""
     first_token_at: float = 0.0
     """Seconds since the start of the server."""
     output_ids: list[int] = field(default_factory=list)
@@ -197,7 +199,10 @@ class Decode(NamedTuple):
     mean_context: float
     """Tokens per request, those in flight included."""
     acceptance: float
+    """Of the workload at the time."""
     seconds: float
+    acceptances: tuple[float, ...] = ()
+    """Of each request, where they have their own; else empty."""
 
 
 @dataclass(frozen=True)
@@ -270,6 +275,7 @@ class SimServer:
         self._part = Batch([], Mode.DECODE)
         self._part_of: list[Req] = []
         self._received = 0
+        self._own_acceptance = False
         self._to_come = deque(workload.arrivals)
         self._waiting: deque[Req] = deque()
         self._running = Batch([], Mode.DECODE)
@@ -367,7 +373,9 @@ class SimServer:
         elapsed = self._elapsed()
         while self._to_come and self._to_come[0].at <= elapsed:
             arrival = self._to_come.popleft()
-            received.append(Req(arrival.prompt_tokens, arrival.output_tokens, self._received))
+            request = Req(arrival.prompt_tokens, arrival.output_tokens, self._received, acceptance=arrival.acceptance)
+            received.append(request)
+            self._own_acceptance |= arrival.acceptance is not None
             self._received += 1
         self.agent.pull(received)
         for item in received:
@@ -441,7 +449,15 @@ class SimServer:
         at = self._elapsed()
         acceptance = self._workload.acceptance(at)
         mean_context = sum([req.prompt_tokens + req.position for req in batch.reqs]) / batch_size
-        accepted = self._draws.accepted_each(batch.reqs, steps, acceptance)
+        own: tuple[float, ...] = ()
+        if self._own_acceptance:
+            own = tuple(acceptance if req.acceptance is None else req.acceptance for req in batch.reqs)
+            accepted = [
+                self._draws.accepted(req.index, req.position, steps, its)
+                for req, its in zip(batch.reqs, own, strict=True)
+            ]
+        else:
+            accepted = self._draws.accepted_each(batch.reqs, steps, acceptance)
         for req, drafts in zip(batch.reqs, accepted, strict=True):
             req.position += drafts + 1
         seconds = self._surface.decode_seconds(steps, batch_size, mean_context)
@@ -449,7 +465,9 @@ class SimServer:
             seconds += self._resume_seconds
         self._launched_steps = steps
         if self._on_decode is not None:
-            self._on_decode(Decode(at, steps, self.policy.held_steps, batch_size, mean_context, acceptance, seconds))
+            self._on_decode(
+                Decode(at, steps, self.policy.held_steps, batch_size, mean_context, acceptance, seconds, own)
+            )
         return Result(
             done_at=self._occupy_gpu(seconds),
             accepted=accepted,

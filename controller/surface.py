@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any, Protocol
 
@@ -181,9 +181,16 @@ class ContextSurface:
         return _between(costs.seconds[index], column, part)
 
     def decode_seconds_of(
-        self, steps: int, batch_sizes: npt.NDArray[Any], mean_contexts: npt.NDArray[Any]
+        self,
+        steps: int,
+        batch_sizes: npt.NDArray[Any],
+        mean_contexts: npt.NDArray[Any],
+        at: npt.NDArray[Any] | None = None,  # noqa: ARG002
     ) -> npt.NDArray[np.float64]:
-        """Return the seconds of many steps of one K; none of them above the largest captured size."""
+        """Return the seconds of many steps of one K, the same ``at`` any time.
+
+        None of the batch sizes may be above the largest captured one.
+        """
         costs = self.costs[steps]
         contexts, seconds = np.array(costs.contexts), np.array(costs.seconds)
         row = np.searchsorted(self.captured_batch_sizes, batch_sizes)
@@ -236,6 +243,44 @@ class NamedSurface:
         """Return a server that takes ``factor`` times as long for everything."""
         label = self.label if factor == 1.0 else f"{self.label}; every cost x {factor:g}"
         return NamedSurface(self.name, label, self.speculating.scaled(factor), self.plain.scaled(factor))
+
+
+@dataclass(frozen=True)
+class DriftingSurface:
+    """What a step costs now, between two surfaces of the same K and captured batch sizes."""
+
+    begin: ContextSurface
+    end: ContextSurface
+    seconds: float
+    """From the one to the other."""
+    now: Callable[[], float] = field(compare=False, default=lambda: 0.0)
+
+    @property
+    def captured_batch_sizes(self) -> tuple[int, ...]:
+        """Batch sizes with a CUDA graph, rising."""
+        return self.begin.captured_batch_sizes
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Every K that has costs, rising."""
+        return self.begin.steps
+
+    def decode_seconds(self, steps: int, batch_size: int, mean_context: float = 0.0) -> float:
+        """Return the seconds of one step."""
+        part = min(self.now() / self.seconds, 1.0)
+        costs = [surface.decode_seconds(steps, batch_size, mean_context) for surface in (self.begin, self.end)]
+        return costs[0] + part * (costs[1] - costs[0])
+
+    def decode_seconds_of(
+        self, steps: int, batch_sizes: npt.NDArray[Any], mean_contexts: npt.NDArray[Any], at: npt.NDArray[Any]
+    ) -> npt.NDArray[np.float64]:
+        """Return the seconds of many steps of one K, each ``at`` its own moment."""
+        begin, end = (s.decode_seconds_of(steps, batch_sizes, mean_contexts, at) for s in (self.begin, self.end))
+        return np.asarray(begin + np.minimum(at / self.seconds, 1.0) * (end - begin), np.float64)
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Return the seconds of a prefill, as before the drift."""
+        return self.begin.prefill_seconds(tokens)
 
 
 class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -24,6 +24,8 @@ class Arrival:
     at: float
     prompt_tokens: int
     output_tokens: int
+    acceptance: float | None = None
+    """Of its own text, whatever the time; None: the workload's."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,9 @@ class Decoding(Protocol):
 class Draws(Protocol):
     """Decides how many drafts of a step are accepted."""
 
+    def accepted(self, request: int, position: int, steps: int, acceptance: float) -> int:
+        """Return how many of ``steps`` drafts for ``request`` are, the first at output ``position``."""
+
     def accepted_each(self, requests: Sequence[Decoding], steps: int, acceptance: float) -> list[int]:
         """Return for each request how many of its ``steps`` drafts are."""
 
@@ -75,9 +80,10 @@ class SequentialDraws:
 
     def accepted_each(self, requests: Sequence[Decoding], steps: int, acceptance: float) -> list[int]:
         """Return the lengths of the accepted runs."""
-        return [self._accepted(steps, acceptance) for _ in requests]
+        return [self.accepted(request.index, request.position, steps, acceptance) for request in requests]
 
-    def _accepted(self, steps: int, acceptance: float) -> int:
+    def accepted(self, request: int, position: int, steps: int, acceptance: float) -> int:  # noqa: ARG002
+        """Return the length of the accepted run."""
         accepted = 0
         while accepted < steps and self._random() < acceptance:
             accepted += 1
@@ -105,7 +111,9 @@ class KeyedDraws:
 
     def accepted(self, request: int, position: int, steps: int, acceptance: float) -> int:
         """Return the length of the accepted run; ``steps`` up to 64."""
-        return self._table(steps, acceptance)[_start(request, position)]
+        numbers = self._ring[(_start(request, position) + np.arange(steps)) % self._SIZE]
+        refused = np.flatnonzero(numbers >= acceptance)
+        return int(refused[0]) if len(refused) else steps
 
     def accepted_each(self, requests: Sequence[Decoding], steps: int, acceptance: float) -> list[int]:
         """Return the lengths of the accepted runs."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass
 
 import msgspec
@@ -28,7 +29,16 @@ from policies.applied import AppliedSteps
 from policies.cost_backbone import Array, Backbone, Design, design_row, stack
 from policies.cost_cell import CLIP, MEMORY, SETTLED, SLOPE_ERROR, SPREAD_CEILING, SPREAD_FLOOR, Cell
 from policies.cost_common import Common
-from policies.cost_prior import StoredCell, StoredCosts, StoredSwitch, StoredSwitches, fingerprint, read_prior
+from policies.cost_prior import (
+    LEAST_LEVEL,
+    MOST_LEVEL,
+    StoredCell,
+    StoredCosts,
+    StoredSwitch,
+    StoredSwitches,
+    fingerprint,
+    read_prior,
+)
 from sglang_hooks.wire import ForwardKind, Hello, StepRecord
 
 # -- which records tell a step's own time --
@@ -220,7 +230,8 @@ class CostModel:
             cell = self._cells[steps, size]
             # As many records as the level is still worth.
             n = 1.0 / (1.0 / cell.n + self._common.doubt(cell) / cell.spread**2)
-            level, squares = cell.level + self._common.level, (cell.context_square / cell.n, cell.context_time / cell.n)
+            level = min(max(cell.level + self._common.level, LEAST_LEVEL), MOST_LEVEL)
+            squares = (cell.context_square / cell.n, cell.context_time / cell.n)
             cells.append(StoredCell(steps, size, n, level, cell.mean_context, *squares, cell.variance))
         switches = StoredSwitches(**{kind: extra.stored() for kind, extra in self._extras.items()})
         stored: dict[str, object] = msgspec.to_builtins(StoredCosts(1, self._fingerprint, cells, switches))
@@ -233,12 +244,14 @@ class CostModel:
                 continue
             n = min(old.n, PRIOR_WEIGHT)
             spread = min(max(math.sqrt(old.variance), SPREAD_FLOOR), SPREAD_CEILING)
+            # Contexts deviate by no more than their mean, and relative time by less than 1.
+            deviation = min(math.sqrt(old.context_variance), old.mean_context)
             self._cells[key] = Cell(
                 n=n,
                 level=old.level,
                 mean_context=old.mean_context,
-                context_square=old.context_variance * n,
-                context_time=old.context_time * n,
+                context_square=deviation**2 * n,
+                context_time=min(max(old.context_time, -deviation), deviation) * n,
                 variance=spread**2,
                 spread=spread,
                 records=SETTLED,
@@ -302,14 +315,22 @@ class CostModel:
         return np.exp(means + self._common.level), covariance
 
     def _refit(self) -> None:
-        """Fit the backbone to all cells, and tell them its slopes."""
+        """Fit the backbone to all cells, and tell them its slopes.
+
+        Where a stored prior is wrong about a K, it is so at every size: those of its cells that were
+        not seen yet are together worth one.
+        """
         self._since_fit = 0
         if len(self._stacked[0]) != len(self._fitted):
             self._stacked = stack([self._design(*key) for key in self._fitted])
         cells = [self._cells[key] for key in self._fitted]
-        doubt = self._common.doubt
-        level, context, n, square, time, spread, doubts = np.array(
-            [(c.level, c.mean_context, c.n, c.context_square, c.context_time, c.spread, doubt(c)) for c in cells]
+        unseen = Counter(steps for (steps, _), cell in zip(self._fitted, cells, strict=True) if not cell.last)
+        doubts = [
+            self._common.doubt(cell) * (1.0 if cell.last else unseen[steps])
+            for (steps, _), cell in zip(self._fitted, cells, strict=True)
+        ]
+        level, context, n, square, time, spread = np.array(
+            [(c.level, c.mean_context, c.n, c.context_square, c.context_time, c.spread) for c in cells]
         ).T
         half = np.minimum(np.sqrt(square / n), context)
         lean = np.clip(half * time / np.maximum(square, 1e-9), -0.9, 0.9)

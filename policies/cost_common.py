@@ -92,7 +92,7 @@ class Common:
                 part = 1.0 if cell.corrects else (other.last - cell.held) / (now - cell.held)
                 other.level -= part * carried
                 other.seen += part * carried
-                other.unrest += part * unrest
+                other.unrest += part * (unrest - (1.0 - part) * carried * carried)
                 other.withheld += part * carried
 
     def judge_prior(self, cell: Cell, found: bool) -> None:

@@ -11,6 +11,8 @@ from msgspec import Meta
 
 from sglang_hooks.wire import Hello, Steps
 
+LEAST_LEVEL, MOST_LEVEL = -50.0, 25.0
+"""Log seconds that may be a step's."""
 Count = Annotated[float, Meta(gt=0.0, le=1e9)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]
 
@@ -21,12 +23,12 @@ class StoredCell(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     steps: Steps
     size: Annotated[float, Meta(gt=0.0, le=1e6)]
     n: Count
-    level: Annotated[float, Meta(ge=-25.0, le=15.0)]
+    level: Annotated[float, Meta(ge=LEAST_LEVEL, le=MOST_LEVEL)]
     """Log seconds, the common level included."""
-    mean_context: Annotated[float, Meta(ge=0.0, le=1e12)]
+    mean_context: Annotated[float, Meta(ge=0.0, le=1e14)]
     """Tokens of all requests."""
-    context_variance: Annotated[float, Meta(ge=0.0, le=1e24)]
-    context_time: Annotated[float, Meta(ge=-1e12, le=1e12)]
+    context_variance: Annotated[float, Meta(ge=0.0, le=1e32)]
+    context_time: Annotated[float, Meta(ge=-1e16, le=1e16)]
     """Covariance of context and relative time."""
     variance: Annotated[float, Meta(ge=0.0, le=100.0)]
     """Of the relative noise of one record."""

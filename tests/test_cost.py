@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from bisect import bisect_left
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,63 +16,8 @@ from hypothesis import strategies as st
 from policies.cost import UNKNOWN_ERROR, CostModel, fingerprint, fit_to_learn
 from policies.cost_cell import CLIP, FIRST_SPREAD
 from sglang_hooks.wire import ForwardKind, StepRecord
+from tests.costs import CAPTURED, NAMED, SERVER, STEPS, Seconds, Server, Surface, drawn, named
 from tests.messages import hello, record
-
-MEASURED = json.loads((Path(__file__).parents[1] / "benchmarks/live/surface.json").read_text())
-STEPS = [0, 1, 2, 3, 5, 7]
-CAPTURED = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128]
-SERVER = hello(candidate_steps=STEPS, captured_batch_sizes=CAPTURED)
-
-
-class Surface:
-    """Seconds by K, batch size and mean context: linear between the measured points."""
-
-    def __init__(self, attention: str) -> None:
-        self._points: dict[int, dict[int, list[tuple[float, float]]]] = {}
-        for cell in next(each for each in MEASURED if each["attention"] == attention)["cells"]:
-            if cell["arm"] != "none":
-                curves = self._points.setdefault(int(cell["arm"][2:]), {})
-                curves.setdefault(cell["batch_size"], []).append((cell["mean_context"], cell["seconds"]))
-
-    def seconds(self, steps: int, batch_size: float, mean_context: float) -> float:
-        curves = self._points[steps]
-        batches = sorted(curves)
-        right = min(max(bisect_left(batches, batch_size), 1), len(batches) - 1)
-        ends = [(b, _linear(sorted(curves[b]), mean_context)) for b in batches[right - 1 : right + 1]]
-        return _linear(ends, batch_size)
-
-
-def _linear(points: list[tuple[float, float]], x: float) -> float:
-    if len(points) == 1:
-        return points[0][1]
-    right = min(max(bisect_left(points, (x, 0.0)), 1), len(points) - 1)
-    (x0, y0), (x1, y1) = points[right - 1], points[right]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-
-
-class Server:
-    """Feeds records to a model, gaplessly numbered."""
-
-    def __init__(self, model: CostModel, rng: random.Random, scale: float = 1.0) -> None:
-        self.model, self.rng, self.scale = model, rng, scale
-        self.seq = 0
-
-    def step(
-        self, seconds: float, steps: int = 3, batch_size: int = 8, mean_context: float = 500.0, **facts: Any
-    ) -> bool:
-        self.seq += 1
-        context_tokens = round(batch_size * mean_context)
-        facts = {"steps": steps, "draft_tokens": steps + 1, "batch_size": batch_size, **facts}
-        return self.model.learn(
-            record(record_seq=self.seq, seconds=seconds * self.scale, context_tokens=context_tokens, **facts)
-        )
-
-    def noisy(self, seconds: float, count: int, noise: float = 0.03, outliers: float = 0.01, **facts: Any) -> None:
-        for _ in range(count):
-            factor = math.exp(self.rng.gauss(0.0, noise))
-            if self.rng.random() < outliers:
-                factor *= 10.0 ** self.rng.uniform(1.0, 3.0)
-            self.step(seconds * factor, **facts)
 
 
 def explore(
@@ -118,6 +61,64 @@ def test_measured_surface(attention: str) -> None:
     assert np.median(error) < 0.15, "intervals that say something"
 
 
+def tried_a_little(surface: Seconds, seed: int) -> tuple[CostModel, dict[int, list[int]], float]:
+    """One to three K at one to six sizes, sixteen records four times over; and the context."""
+    rng = random.Random(seed)
+    sizes = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+    count = (1, 2, 4, 6)[seed % 4]
+    first = rng.randrange(len(sizes) - count + 1)
+    some = sizes[first : first + count] if seed // 4 % 2 else rng.sample(sizes, count)
+    tried = {size: rng.sample(STEPS, rng.choice([1, 2, 3])) for size in some}
+    context, noise = math.exp(rng.uniform(math.log(200.0), math.log(6000.0))), rng.choice([0.01, 0.03, 0.06])
+    server = Server(CostModel(SERVER), rng)
+    stretches = [(steps, size) for size in some for steps in tried[size]] * 4
+    rng.shuffle(stretches)
+    for steps, size in stretches:
+        server.run(surface, steps, size, context * rng.uniform(0.7, 1.3), 16, noise=noise)
+    return server.model, tried, context
+
+
+def test_intervals_of_untried_cells_cover_and_are_no_wider_than_that() -> None:
+    """Over measured and synthetic servers, and over some whose terms are drawn.
+
+    *Inside* is a K untried at a size between those tried, *outside* a size beyond them.
+    """
+    found: dict[str, list[tuple[float, float]]] = {"inside": [], "outside": [], "ratio": []}
+    servers = [named(name) for name in NAMED for _ in range(16)] + [drawn(seed) for seed in range(80)]
+    for seed, surface in enumerate(servers):
+        model, tried, context = tried_a_little(surface, seed)
+        for size in (1, 4, 8, 16, 32, 64, 96, 128):
+            truth = np.log([surface(k, size, context) for k in STEPS])
+            seconds, errors = model.predict_all(size, context)
+            off = np.log(seconds) - truth
+            place = "inside" if min(tried) <= size <= max(tried) else "outside"
+            found[place] += [(off[arm], errors[arm]) for arm, k in enumerate(STEPS) if k not in tried.get(size, [])]
+            _, covariance = model.predict_together(size, context)
+            np.testing.assert_allclose(covariance.diagonal(), errors**2)
+            against = covariance.diagonal() + covariance[0, 0] - 2.0 * covariance[0]
+            found["ratio"] += zip((off - off[0])[1:], np.sqrt(against[1:]), strict=True)
+    widths = {"inside": 0.07, "outside": 0.25, "ratio": 0.11}
+    for place, rows in found.items():
+        off, error = np.array(rows).T
+        assert 0.90 <= (np.abs(off) <= 1.96 * error).mean() <= 0.99, place
+        assert np.median(error) <= widths[place], place
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("scale", [0.2, 8.0])
+def test_hardware_of_another_speed_is_learned_as_fast(name: str, scale: float) -> None:
+    surface = named(name)
+    servers = [Server(CostModel(SERVER), random.Random(5), factor) for factor in (1.0, scale)]
+    for at in range(30):
+        for server in servers:
+            server.run(surface, STEPS[at % 3], (4, 16, 64)[at % 5 % 3], 800.0, 10)
+        plain, scaled = (server.model.predict_all(32, 900.0) for server in servers)
+        if servers[0].model.cells:
+            np.testing.assert_allclose(scaled[0], scale * plain[0], rtol=1e-6)
+            np.testing.assert_allclose(scaled[1], plain[1], rtol=1e-6)
+    assert servers[0].model.steps_learned == servers[1].model.steps_learned == 270
+
+
 @pytest.mark.parametrize("scale", [0.2, 8.0])
 def test_scale_free(scale: float) -> None:
     plain, *_ = explore(Surface("fa3"), seed=3, sizes=5)
@@ -139,6 +140,52 @@ def test_nothing_learned_yet() -> None:
     assert np.all(np.isfinite(seconds))
     assert np.all(error == UNKNOWN_ERROR)
     assert model.switch_seconds(0, 3)[0] == 0.0
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    base=st.floats(1e-4, 10.0),
+    rise=st.floats(0.0, 3.0),
+    noise=st.floats(0.005, 0.1),
+)
+def test_a_tried_cell_is_known_to_what_the_noise_leaves(seed: int, base: float, rise: float, noise: float) -> None:
+    """Consistent: the memory of 128 records leaves a sixteenth of their noise."""
+    server = Server(CostModel(SERVER), random.Random(seed))
+    for _ in range(300):
+        context = server.rng.uniform(500.0, 2000.0)
+        server.noisy(base * (1.0 + rise * context / 2000.0), 1, noise, mean_context=context)
+    truth = base * (1.0 + rise * 1250.0 / 2000.0)
+    seconds, error = server.model.predict(3, 8, 1250.0)
+    assert abs(math.log(seconds / truth)) < 5.0 * noise / 16.0 + 0.002
+    assert error < 0.03
+
+
+def test_heavy_load_of_prefills_still_teaches() -> None:
+    """Two of three decodes have a prefill before them: their time says nothing of a decode's."""
+    server = Server(CostModel(SERVER), random.Random(3))
+    used = 0
+    for at in range(900):
+        steps = (1, 3)[at // 90 % 2]
+        unfit = {"previous_kind": int(ForwardKind.EXTEND), "prefill_tokens": 2048} if at % 3 else {}
+        seconds = 0.010 + 0.001 * steps + (0.050 if unfit else 0.0)
+        used += server.step(seconds * math.exp(server.rng.gauss(0.0, 0.03)), steps=steps, **unfit)
+    assert used < 450
+    assert server.model.predict(3, 8, 500.0)[0] == pytest.approx(0.013, rel=0.01)
+    assert server.model.predict(1, 8, 500.0)[0] == pytest.approx(0.011, rel=0.01)
+
+
+def test_trees_are_told_apart_by_their_width() -> None:
+    """Top-k 4: K = 2, 3 and 5 verify 8, 16 and 32 tokens. Twice what was asked for was not what ran."""
+    server = Server(CostModel(hello(candidate_steps=STEPS, captured_batch_sizes=CAPTURED, topk=4)), random.Random(1))
+    for steps, width in ((2, 8), (3, 16), (5, 32)) * 3:
+        server.noisy(0.010 + 0.001 * steps, 30, steps=steps, draft_tokens=width)
+    before = server.model.predict(2, 8, 500.0)[0]
+    server.noisy(0.015, 30, steps=2, draft_tokens=32)
+    server.noisy(9.0, 10, steps=2, draft_tokens=20)
+    assert server.model.predict(2, 8, 500.0)[0] == pytest.approx(before, rel=1e-3)
+    for steps in (2, 3, 5):
+        assert server.model.predict(steps, 8, 500.0)[0] == pytest.approx(0.010 + 0.001 * steps, rel=0.02)
 
 
 def test_staircase() -> None:
@@ -231,6 +278,23 @@ def test_no_single_record_moves_an_estimate_far(count: int, factor: float, conte
     # Its spread is at most the first; a fit that falls due may shift the backbone's part, too.
     bound = CLIP * FIRST_SPREAD / min(count - 1, 128)
     assert abs(math.log(server.model.predict(3, 8, 500.0)[0] / before)) <= bound + 0.005
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6), shift=st.floats(0.7, 1.4), factor=st.floats(1e-3, 1e3), arm=st.sampled_from([0, 1, 3])
+)
+def test_nor_do_records_that_come_alone_after_a_change(seed: int, shift: float, factor: float, arm: int) -> None:
+    """Also cells made doubtful by what another one did are only moved by three records together."""
+    server = Server(CostModel(SERVER), random.Random(seed))
+    for steps in (0, 1, 3):
+        server.noisy(0.010 + 0.001 * steps, 100, steps=steps, outliers=0.0)
+    server.noisy(0.013 * shift, 60, steps=3, outliers=0.0)
+    before = server.model.predict_all(8, 500.0)[0]
+    server.step(0.010, steps=arm)  # the first after a switch teaches no cost
+    server.step(0.010 * factor, steps=arm)
+    moved = np.abs(np.log(server.model.predict_all(8, 500.0)[0] / before))
+    assert moved.max() <= CLIP * FIRST_SPREAD / 4.0 + 0.005
 
 
 UNFIT = {

@@ -166,7 +166,8 @@ def learned(surface: str, concurrency: int) -> dict[str, Any]:
 def cold(surface: str, acceptance: float, concurrency: int, seed: int, factor: float, prior: str) -> Row:
     """Steps from the start until the share of the best K is 0.95 to stay."""
     named = load_surface(surface).scaled(factor)
-    steps = 2000 if factor == 1.0 else 3000
+    # What is asked for, and then as long as an answer must last.
+    steps = {"own": 50, "wrong": 600}.get(prior, 300 if factor == 1.0 else 1500) + 500
     scenario = Scenario(
         named, made_up(seed), math.inf, seed, concurrency=concurrency, acceptance=acceptance, steps=steps
     )
@@ -346,7 +347,8 @@ def _arguments(case: str, surface: str, options: argparse.Namespace) -> Iterator
     elif case == "constant":
         for concurrency in (256, 64, 8, 1):
             for acceptance in (0.3, 0.5, 0.7, 0.9):
-                yield {"acceptance": acceptance, "concurrency": concurrency, "steps": options.constant_steps}
+                steps = options.constant_steps * 2 // 3 if concurrency == 256 else options.constant_steps
+                yield {"acceptance": acceptance, "concurrency": concurrency, "steps": steps}
     elif case == "cold":
         for concurrency in (64, 8, 1):
             for acceptance in (0.4, 0.8):

@@ -40,19 +40,19 @@ from rich.progress import Progress
 from controller.replay_command import run_all, workers
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(CASES), metavar="CASE", help=f"of {', '.join(CASES)}")
     parser.add_argument("--surfaces", nargs="+", choices=SURFACES, default=SURFACES, metavar="NAME")
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=300.0, help="virtual time of the moving cases")
-    parser.add_argument("--constant-steps", type=int, default=3000, help="judged, after 2,000")
+    parser.add_argument("--seconds", type=float, default=240.0, help="virtual time of the moving cases")
+    parser.add_argument("--constant-steps", type=int, default=3000, help="judged, after 2,000; at batch 256 two thirds")
     parser.add_argument("--conv", type=Path, help="arrivals of the case azure")
     parser.add_argument("--code", type=Path, help="arrivals of the case code")
     parser.add_argument("--peers", nargs="*", default=["sglang"], help="further policies of the moving cases")
     parser.add_argument("--workers", type=int, help="processes (default: one a core)")
     parser.add_argument("--out", type=Path, help="every run's figures, as JSON")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     without = {case for case, file in (("azure", options.conv), ("code", options.code)) if file is None}
     cases = [case for case in options.only or CASES if case not in without]
     rows: list[Row] = []

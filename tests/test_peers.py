@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from controller.replay import Scenario, load_surface, serve, simulate
+from controller.replay import Scenario, serve, simulate
 from controller.simserver import SimServer, VirtualClock
+from controller.surface import load_surface
 from controller.workload import Arrival, KeyedDraws, Phase, Workload
 from policies.interface import PolicyError
 from policies.peers import BatchTable, InformedGreedy, SGLangAdaptive, Truth, sglang_params

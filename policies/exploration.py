@@ -30,8 +30,12 @@ WORTH_TRYING = 0.002
 MOST = 0.5
 """Of a cell's blocks go to alternatives at most, even cold."""
 
-LEAST_LOSS = 0.3
+LEAST_LOSS = 0.35
 """What a tried step counts at least, in steps: also an arm that loses nothing costs a switch and unrest."""
+
+
+LEAK_STEPS = 500.0
+"""Steps in which credit beyond what may be saved falls to a third."""
 
 
 @dataclass
@@ -40,23 +44,25 @@ class Budget:
 
     It earns ``rate`` of every step and starts with ``initial`` steps' worth, so that a cold
     start may learn fast and a settled server pays ``rate`` at most, in at most rate/LEAST_LOSS of
-    its steps (1.3 %).
+    its steps (1.1 %). What is not spent while things are new is not kept for later: beyond
+    ``saved`` the credit leaks.
 
     >>> budget = Budget(rate=0.004, initial=30.0)
-    >>> budget.spend(steps=100, lost=10.0)
+    >>> budget.spend(lost=10.0)
     >>> round(budget.credit, 1)
-    20.4
+    19.9
     """
 
     rate: float = 0.004
     initial: float = 40.0
+    saved: float = 2.0
 
     def __post_init__(self) -> None:
         self.credit = self.initial
 
-    def spend(self, steps: int, lost: float) -> None:
-        """Account for ``steps`` decode steps of which ``lost`` steps' worth of time was lost to exploring."""
-        self.credit = min(self.credit + self.rate * steps - lost, self.initial)
+    def spend(self, lost: float) -> None:
+        """Account for a decode step of which ``lost`` steps' worth of time was lost to exploring."""
+        self.credit += self.rate - lost - max(self.credit - self.saved, 0.0) / LEAK_STEPS
 
     def reopen(self) -> None:
         """On evidence of change: what was learned is less true than it was."""

@@ -29,10 +29,10 @@ from sglang_hooks.wire import Hello, StepRecord
 CONTEXT_EDGES = (1024, 4096, 16384)
 """Tokens per request; attention's share of a step differs by more than noise between these."""
 
-STAY = 0.005
+STAY = 0.003
 """A choice changes for a gain above this share: ties stay put."""
 
-KEEP = 0.01
+KEEP = 0.005
 """What is within this share of the choice may stay in force when the batch moves between cells."""
 
 RECENT_STEPS = 256
@@ -60,8 +60,10 @@ class _Cell:
     """Expected tokens per second by arm."""
     errors: tuple[float, ...] = ()
     """Their relative standard errors."""
+    seconds: tuple[float, ...] = ()
+    """Of a step, by arm."""
     prices: tuple[float, ...] = ()
-    """Of switching to that arm and back, in steps of the choice."""
+    """Seconds that switching to that arm and back costs."""
     allowed: tuple[bool, ...] = ()
     """Arms within the objective."""
     winning: float = 0.0
@@ -172,7 +174,7 @@ class Goodput(Policy):
         self._recent.append(cell)
         band = bisect_left(CONTEXT_EDGES, mean_context)
         self._context[band] += 0.02 * (mean_context - self._context[band])
-        self._budget.spend(1, self._loss(decided, step.draft_tokens - 1) if step.block >= 0 else 0.0)
+        self._budget.spend(self._loss(decided, step.draft_tokens - 1) if step.block >= 0 else 0.0)
         if self.acceptance.changes != self._changes:
             self._changes = self.acceptance.changes
             self._budget.reopen()
@@ -197,8 +199,7 @@ class Goodput(Policy):
         if not decided.scores or steps == decided.choice or steps not in self._arms:
             return 0.0
         arm = self._arms.index(steps)
-        lost = losses(decided.scores, self._arms.index(decided.choice), decided.prices, BLOCK_STEPS)
-        return max(lost[arm], LEAST_LOSS)
+        return max(losses(decided, self._arms.index(decided.choice), BLOCK_STEPS)[arm], LEAST_LOSS)
 
     # -- deciding --
 
@@ -278,7 +279,7 @@ class Goodput(Policy):
             and score > scores[current] * (1.0 - max(KEEP, may_lose(price, seconds[current], spell)))
         )
         cell.scores, cell.errors = tuple(scores.tolist()), tuple(errors.tolist())
-        cell.prices = tuple(price / float(seconds[current]) for price in prices)
+        cell.seconds, cell.prices = tuple(seconds.tolist()), tuple(prices)
         cell.allowed = tuple(allowed.tolist())
         cell.winning = 0.0
 
@@ -292,7 +293,7 @@ class Goodput(Policy):
         for index in visits:
             cell = self._cells[index]
             current = self._arms.index(cell.choice)
-            loss = losses(cell.scores, current, cell.prices, BLOCK_STEPS)
+            loss = losses(cell, current, BLOCK_STEPS)
             scores = [score if within else 0.0 for score, within in zip(cell.scores, cell.allowed, strict=True)]
             tried = alternatives(self._arms, scores, cell.errors, current, loss, rate)
             if cell.choice == 0 and len(self._arms) > 1:
@@ -305,18 +306,18 @@ class Goodput(Policy):
     def _probe(self, index: int) -> tuple[tuple[int, float], ...]:
         """While skipping: one K now and then, if any acceptance that a draft may have could win with it."""
         cell = self._cells[index]
-        batch, context = self._place(index)
-        seconds, _ = self.cost.predict_all(batch, context)
-        plausible = batch * self._plausible_lengths[:, self._arms] / seconds
+        batch, _ = self._place(index)
+        plausible = batch * self._plausible_lengths[:, self._arms] / cell.seconds
         plausible = np.where(cell.allowed, plausible, 0.0)[:, 1:]
         wins = np.flatnonzero(plausible.max(axis=1) > cell.scores[0] * (1.0 + STAY))
         if not len(wins):
             return ()
-        cell.winning = float(PLAUSIBLE[wins[0]] + PLAUSIBLE[-1]) / 2.0
-        arm = int(np.argmax(plausible[-1])) + 1
+        row = (int(wins[0]) + len(PLAUSIBLE) - 1) // 2
+        cell.winning = float(PLAUSIBLE[row])
+        arm = int(np.argmax(plausible[row])) + 1
         if self._watch.following:
             return ((self._arms[arm], FOLLOW_PROBABILITY),)
-        return ((self._arms[arm], probe(losses(cell.scores, 0, cell.prices, PROBE_STEPS)[arm])),)
+        return ((self._arms[arm], probe(losses(cell, 0, PROBE_STEPS)[arm])),)
 
     def _reason(self, visits: Counter[int]) -> str:
         """One line on the cell that most steps of late were in."""
@@ -329,10 +330,16 @@ class Goodput(Policy):
         return f"at batch {batch}, {context:,.0f} tokens: {scores} tokens/s"
 
 
-def losses(scores: tuple[float, ...], choice: int, prices: tuple[float, ...], block: int) -> list[float]:
-    """Return what a step of each arm loses against the choice, in steps, its share of the switches included.
+def losses(cell: _Cell, choice: int, block: int) -> list[float]:
+    """Return the time that a step of each arm loses, in steps of the choice, its share of the switches included.
 
-    >>> losses((100.0, 75.0), 0, (0.0, 1.0), block=4)
-    [0.0, 0.5]
+    Lost is what is beyond the time in which the choice makes as many tokens.
+
+    >>> losses(_Cell(0, scores=(100.0, 75.0), seconds=(0.01, 0.02), prices=(0.0, 0.01)), choice=0, block=4)
+    [0.0, 0.75]
     """
-    return [max(1.0 - score / scores[choice], 0.0) + price / block for score, price in zip(scores, prices, strict=True)]
+    rows = zip(cell.scores, cell.seconds, cell.prices, strict=True)
+    return [
+        (max(1.0 - score / cell.scores[choice], 0.0) * seconds + price / block) / cell.seconds[choice]
+        for score, seconds, price in rows
+    ]

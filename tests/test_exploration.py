@@ -54,15 +54,16 @@ def test_what_is_tried_costs_at_most_the_rate(scores: list[float], error: float,
     assert sum(p for _, p in tried) <= 0.501
 
 
-def test_a_budget_earns_its_rate_and_no_more() -> None:
+def test_a_budget_earns_its_rate_and_keeps_little_of_it() -> None:
     budget = Budget()
-    budget.spend(1_000_000, 0.0)
-    assert budget.credit == budget.initial
+    for _ in range(10_000):
+        budget.spend(0.0)
+    assert budget.saved <= budget.credit < 2.5 * budget.saved
     spent = 0.0
     for _ in range(100_000):
         lost = min(budget.affordable_rate(100), 0.5)
         spent += lost
-        budget.spend(1, lost)
+        budget.spend(lost)
     assert spent <= budget.initial + 100_000 * budget.rate
     budget.reopen()
     assert budget.credit >= budget.initial / 2
@@ -70,5 +71,5 @@ def test_a_budget_earns_its_rate_and_no_more() -> None:
 
 @given(st.floats(0.0, 1.0))
 def test_a_probe_loses_half_a_percent_at_most(loss: float) -> None:
-    assert probe(loss) * loss <= 0.004 * 1.001
+    assert probe(loss) * loss <= 0.004 * 1.006
     assert probe(loss) <= 1 / 90

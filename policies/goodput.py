@@ -33,7 +33,10 @@ STAY = 0.003
 """A choice changes for a gain above this share: ties stay put."""
 
 KEEP = 0.005
-"""What is within this share of the choice may stay in force when the batch moves between cells."""
+"""What is within this share of the choice may stay in force when the batch moves between cells.
+
+Not K=0, which would tell nothing of the drafts: it stays only for what a switch costs.
+"""
 
 RECENT_STEPS = 256
 REFRESH_CELLS = 8
@@ -111,6 +114,7 @@ class Goodput(Policy):
         self._watch = Watch(max(self._arms[-1], 1))
         self._recent = []
         self._turn = 0
+        self._held = server.fallback_steps
         self._unsettled = UNSETTLED_STEPS
         self._plausible_lengths = (PLAUSIBLE[:, None, None] ** np.arange(self._arms[-1] + 1)).cumsum(axis=2)[:, 0]
         self._start_models(server)
@@ -163,9 +167,12 @@ class Goodput(Policy):
         mean_context = step.context_tokens / step.batch_size
         cell = self._grid.cell(step.padded_batch_size, mean_context)
         decided = self._cells[cell]
-        if decided.choice == 0 and decided.winning and step.draft_tokens > 1:
+        applied = step.draft_tokens - 1
+        if applied == decided.choice or applied in decided.keep:
+            self._held = applied
+        if self._skips(decided) and decided.winning and applied:
             self._probed(step, decided.winning, mean_context)
-        elif decided.choice and self._watch.nats:
+        elif not self._skips(decided) and self._watch.nats:
             self._watch.clear()
         self.acceptance.learn(step)
         self.cost.learn(step)
@@ -184,6 +191,10 @@ class Goodput(Policy):
         if self._unsettled:
             self._unsettled -= 1
             self.urgent |= self._unsettled % UNSETTLED_PERIOD == 0
+
+    def _skips(self, cell: _Cell) -> bool:
+        """Is K=0 in force there, chosen or kept? Then nothing but probes tells of acceptance."""
+        return cell.choice == 0 or (self._held == 0 and 0 in cell.keep)
 
     def _probed(self, step: StepRecord, winning: float, mean_context: float) -> None:
         """Take in a speculative step of a cell that skips."""
@@ -215,7 +226,7 @@ class Goodput(Policy):
             self._decide_cell(cell)
         bound = self.vetoes.max_steps(now)
         allowed = [k for k in self._arms if bound is None or k <= bound] or self._arms[:1]
-        skipping = bool(visits) and self._cells[visits.most_common(1)[0][0]].choice == 0
+        skipping = bool(visits) and self._skips(self._cells[visits.most_common(1)[0][0]])
         explore = self._explore(visits) if visits else {}
         return Plan(
             self._grid,
@@ -276,7 +287,7 @@ class Goodput(Policy):
             for k, score, price, within in zip(self._arms, scores, prices, allowed, strict=True)
             if within
             and k != cell.choice
-            and score > scores[current] * (1.0 - max(KEEP, may_lose(price, seconds[current], spell)))
+            and score > scores[current] * (1.0 - max(KEEP if k else 0.0, may_lose(price, seconds[current], spell)))
         )
         cell.scores, cell.errors = tuple(scores.tolist()), tuple(errors.tolist())
         cell.seconds, cell.prices = tuple(seconds.tolist()), tuple(prices)
@@ -296,7 +307,7 @@ class Goodput(Policy):
             loss = losses(cell, current, BLOCK_STEPS)
             scores = [score if within else 0.0 for score, within in zip(cell.scores, cell.allowed, strict=True)]
             tried = alternatives(self._arms, scores, cell.errors, current, loss, rate)
-            if cell.choice == 0 and len(self._arms) > 1:
+            if self._skips(cell) and len(self._arms) > 1:
                 probing = self._probe(index)
                 tried = probing if self._watch.following or not tried else tried
             if tried:

@@ -181,8 +181,21 @@ def test_a_switch_with_a_price_is_not_made_for_a_short_spell() -> None:
     assert policy._cells[cell].keep == frozenset()  # for hundreds of steps a switch pays
     for choice in [1] * 8 + [0] * 8 + [1] * 8 + [0] * 8:
         policy._spells.step(choice)
-    policy.decide(SERVER, 0.0)
+    plan = policy.decide(SERVER, 0.0)
     assert policy._cells[cell].keep == frozenset({0})
+    assert all(probability < 0.1 for _, probability in plan.explore.get(cell, ()))
+    # While K=0 is kept, acceptance is probed as while it is chosen: or it would be kept for ever.
+    for seq in range(20):
+        policy.learn(
+            record(record_seq=10**6 + seq, batch_size=8, padded_batch_size=8, context_tokens=2400, steps=0,
+                   draft_tokens=1, accepted_drafts=[0] * 8, seconds=SECONDS[0])
+        )  # fmt: skip
+    for kind in policy.cost._extras.values():
+        kind.mean = 0.01
+    plan = policy.decide(SERVER, 0.0)
+    assert 0 in policy._cells[cell].keep
+    assert plan.explore[cell]
+    assert policy._cells[cell].winning > 0.15
 
 
 def test_a_stored_prior_decides_before_the_first_step() -> None:

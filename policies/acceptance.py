@@ -68,7 +68,7 @@ ALARM_RECORDS = 4
 """No fewer records than this raise an alarm."""
 ARM_SAMPLES, REFRESH_RECORDS, RUN_RECORDS = 64.0, 8, 256
 """The detector relies on positions with so many samples, looks so often, and remembers so far back."""
-CHANGED_SAMPLES, OLD_SAMPLES = 64.0, 4.0
+CHANGED_SAMPLES, OLD_SAMPLES = 64.0, 2.0
 """After a change what was seen since counts for at most the former, what was before for the latter."""
 
 BROKEN_HAZARD, BROKEN_SAMPLES, BROKEN_LEVEL = 0.05, 200.0, 0.99

@@ -11,10 +11,9 @@ from msgspec import Meta
 
 from sglang_hooks.wire import Hello, Steps
 
-LEAST_LEVEL, MOST_LEVEL = -50.0, 25.0
-"""Log seconds that may be a step's."""
+LEAST_LEVEL, MOST_LEVEL, MOST_SECONDS = -50.0, 25.0, 1e9
+"""Log seconds that may be a step's, and seconds that a switch may add."""
 Count = Annotated[float, Meta(gt=0.0, le=1e9)]
-Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]
 
 
 class StoredCell(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -38,8 +37,8 @@ class StoredSwitch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     """What first steps after a kind of switch take longer."""
 
     n: Count
-    mean: Annotated[float, Meta(ge=-1e6, le=1e6)]
-    deviation: Seconds
+    mean: Annotated[float, Meta(ge=-MOST_SECONDS, le=MOST_SECONDS)]
+    deviation: Annotated[float, Meta(ge=0.0, le=MOST_SECONDS)]
 
 
 class StoredSwitches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

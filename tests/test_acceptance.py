@@ -194,6 +194,63 @@ def test_easy_and_hard_requests_give_the_pools_length() -> None:
     assert model.changes == 0
 
 
+@pytest.mark.parametrize("batch", [2, 16, 64])
+def test_a_mixed_batch_has_the_populations_length_within_the_interval(batch: int) -> None:
+    rng = np.random.default_rng(22)
+    hazards = np.where(np.arange(batch) % 2, 0.9, 0.3)[None, :, None]
+    truth, covered = (length((0.9,) * 3, 3) + length((0.3,) * 3, 3)) / 2, []
+    for _ in range(60):
+        model = AcceptanceModel(3)
+        for accepted in np.cumprod(rng.random((150, batch, 3)) < hazards, axis=2).sum(axis=2).tolist():
+            model.learn(step(accepted, 3))
+        low, high = model.interval(3, batch, 500.0)
+        covered.append(low <= truth <= high)
+    assert np.mean(covered) >= 0.9
+
+
+class Load:
+    """Requests of 200 to 500 tokens, each with an acceptance of its own, that come as others end."""
+
+    def __init__(self, rng: np.random.Generator, batch: int, mean: float, deviation: float) -> None:
+        self.rng, self.batch = rng, batch
+        samples = mean * (1.0 - mean) / deviation**2 - 1.0
+        self.shape = mean * samples, (1.0 - mean) * samples
+        self.acceptance = self.draw(batch)
+        self.left = rng.integers(1, 500, batch)
+
+    def draw(self, count: int) -> np.ndarray:
+        return self.rng.beta(*self.shape, count)
+
+    def records(self, count: int, depth: int) -> Iterator[StepRecord]:
+        for _ in range(count):
+            runs = self.rng.random((self.batch, depth)) < self.acceptance[:, None]
+            accepted = np.cumprod(runs, axis=1).sum(axis=1)
+            ended = np.flatnonzero(accepted + 1 >= self.left)
+            accepted[ended] = self.left[ended] - 1
+            self.left -= accepted + 1
+            self.acceptance[ended] = self.draw(len(ended))
+            self.left[ended] = self.rng.integers(200, 501, len(ended))
+            yield step(accepted.tolist(), depth, truncated=ended.tolist())
+
+    def truth(self, depth: int) -> float:
+        """Tokens per step: what a request takes more steps for counts for more of them."""
+        lengths = np.array([length((one,) * depth, depth) for one in self.draw(20_000)])
+        return float(1.0 / np.mean(1.0 / lengths))
+
+
+@pytest.mark.parametrize("deviation", [0.1, 0.15])
+@pytest.mark.parametrize("batch", [8, 64])
+def test_requests_of_their_own_acceptance_bias_nothing_and_alarm_nobody(batch: int, deviation: float) -> None:
+    load = Load(np.random.default_rng(23), batch, 0.7, deviation)
+    model, estimates = AcceptanceModel(3), []
+    for at, one in enumerate(load.records(5000, 3)):
+        model.learn(one)
+        if at > 500 and at % 50 == 0:
+            estimates.append(model.expected_length(3, batch, 500.0))
+    assert np.mean(estimates) == pytest.approx(load.truth(3), rel=0.03)
+    assert model.changes == 0, "at most one in 20,000 steps"
+
+
 # -- changes --
 
 
@@ -216,6 +273,37 @@ def test_a_sudden_change_is_found(batch: int, bound: int, depth: int, before: fl
         assert model.hazard(batch, 500.0)[0] == pytest.approx(after, abs=0.2)
         assert model.samples < 100
     assert median(delays) <= bound
+
+
+@pytest.mark.parametrize("depth", [3, 5])
+@pytest.mark.parametrize(
+    ("batch", "before", "after", "bound"),
+    [
+        (1, 0.9, 0.3, 40),
+        (8, 0.9, 0.3, 15),
+        (64, 0.9, 0.3, 15),
+        (1, 0.3, 0.9, 45),
+        (4, 0.3, 0.9, 20),
+        (64, 0.3, 0.9, 20),
+    ],
+)
+def test_estimates_follow_a_collapse_and_a_recovery(
+    batch: int, before: float, after: float, bound: int, depth: int
+) -> None:
+    """p90 of the steps, or probe steps between skipped ones, until three quarters of the change are seen."""
+    rng = np.random.default_rng(24)
+    start, end = length((before,) * depth, depth), length((after,) * depth, depth)
+    delays = []
+    for _ in range(30):
+        model = fed(AcceptanceModel(7), draw(rng, (before,) * depth, batch, 1000 if batch == 1 else 200))
+        for delay, one in enumerate(draw(rng, (after,) * depth, batch, 400), start=1):  # noqa: B007
+            model.learn(one)
+            if after > before:
+                fed(model, iter([step([0] * batch, 0)] * 5))
+            if abs(model.expected_length(depth, batch, 500.0) - end) < 0.25 * abs(start - end):
+                break
+        delays.append(delay)
+    assert np.quantile(delays, 0.9) <= bound
 
 
 @pytest.mark.parametrize(("batch", "count"), [(1, 400), (64, 60)])
@@ -267,6 +355,47 @@ def test_a_record_moves_no_hazard_far(seed: int, count: int, batch: int, accepte
         chained = bound + chained * PRIOR_STRENGTH / (PRIOR_STRENGTH + samples * keep)
         assert moves <= chained
     assert moved[0] <= 0.5
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32), batch=st.sampled_from([2, 8, 32, 128]), good=st.booleans(), own=st.floats(0.2, 0.8))
+def test_a_client_counts_for_its_share_of_the_rows(seed: int, batch: int, good: bool, own: float) -> None:
+    """One row in every step accepts all or nothing: the others' hazard moves by no more than that row's share."""
+    rng = np.random.default_rng(seed)
+    plain, led = AcceptanceModel(1), AcceptanceModel(1)
+    for one in draw(rng, (own,), batch, 300):
+        plain.learn(one)
+        led.learn(step([int(good), *one.accepted_drafts[1:]], 1))
+    assert abs(led.hazard(batch, 500.0)[0] - plain.hazard(batch, 500.0)[0]) <= 1.5 / batch
+    assert batch < 8 or led.changes == 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(asked_at=st.sets(st.integers(0, 400), max_size=20), seed=st.integers(0, 2**32))
+def test_however_records_come_and_whenever_somebody_asks_the_model_is_the_same(asked_at: set[int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    records = [*draw(rng, FALLING, 8, 200), *draw(rng, (0.2,) * 7, 8, 100), *draw(rng, FALLING, 40, 100, 3, LONG)]
+    asked, silent = AcceptanceModel(7), AcceptanceModel(7)
+    for at, one in enumerate(records):
+        asked.learn(one)
+        silent.learn(one)
+        if at in asked_at:
+            asked.lengths(8, 500.0)
+            asked.hazard(40, LONG)
+            asked.to_prior()
+            assert not asked.drafter_broken
+    assert asked.to_prior() == silent.to_prior()
+    assert (asked.changes, asked.change_seq) == (silent.changes, silent.change_seq)
+    np.testing.assert_array_equal(asked.lengths(40, LONG), silent.lengths(40, LONG))
+
+
+def test_a_tree_counts_its_accepted_path() -> None:
+    """Top-k 4, K = 3, 16 tokens verified: the fourth draft of a path of three was never tried."""
+    model = AcceptanceModel(5, topk=4)
+    for _ in range(50):
+        model.learn(step([3] * 8, 3, draft_tokens=16))
+    assert model.hazard(8, 500.0)[:3] == pytest.approx([0.99] * 3, abs=0.02)
+    assert model.to_prior()["trials"][3:] == [0.0, 0.0]
 
 
 # -- bands --
@@ -361,6 +490,22 @@ def test_a_broken_drafter_is_seen_and_may_recover(batch: int) -> None:
     assert not model.drafter_broken
 
 
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_a_drafter_that_breaks_is_seen_within_400_samples_and_seen_to_be_mended(batch: int) -> None:
+    rng = np.random.default_rng(25)
+    model = fed(AcceptanceModel(3), draw(rng, (0.8,) * 3, batch, 500))
+    samples = 0
+    for one in draw(rng, (0.0, 0.5, 0.5), batch, 1000):
+        model.learn(one)
+        samples += min(batch, 32)  # as many count
+        if model.drafter_broken:
+            break
+    assert model.drafter_broken
+    assert samples <= 400
+    fed(model, draw(rng, (0.8,) * 3, batch, max(40 // batch, 4)))
+    assert not model.drafter_broken
+
+
 @pytest.mark.parametrize("hazard", [0.08, 0.2])
 def test_a_poor_drafter_is_not_broken(hazard: float) -> None:
     assert not fed(AcceptanceModel(3), draw(np.random.default_rng(16), (hazard,) * 3, 16, 300)).drafter_broken
@@ -381,11 +526,40 @@ def test_a_prior_is_worth_a_few_samples() -> None:
     assert AcceptanceModel.from_prior(heavy).samples == STORED_SAMPLES
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(JSON | st.fixed_dictionaries({"trials": JSON, "passed": JSON}), st.none() | st.integers(-1, 9))
+def test_any_json_is_a_prior_or_a_value_error(prior: object, max_steps: int | None) -> None:
+    try:
+        model = AcceptanceModel.from_prior(prior, max_steps)
+    except ValueError:
+        return
+    assert np.isfinite(model.lengths(1, 0.0)).all()
+
+
 @pytest.mark.parametrize(
     "prior",
-    [{}, {"trials": [1.0], "passed": []}, {"trials": [1.0], "passed": [2.0]}, {"trials": [np.nan], "passed": [0.0]}],
+    [
+        {},
+        None,
+        [[1.0], [0.5]],
+        {"trials": [1.0], "passed": []},
+        {"trials": [], "passed": []},
+        {"trials": [1.0], "passed": [2.0]},
+        {"trials": [np.nan], "passed": [0.0]},
+        {"trials": [np.inf], "passed": [0.0]},
+        {"trials": ["1"], "passed": [0.0]},
+        {"trials": [1.0] * 10_000, "passed": [0.0] * 10_000},
+    ],
+    ids=str,
 )
-def test_a_prior_that_makes_no_sense_is_refused(prior: dict[str, list[float]]) -> None:
+def test_a_prior_that_makes_no_sense_is_refused(prior: object) -> None:
     with pytest.raises(ValueError, match=r"prior|max_steps"):
         AcceptanceModel.from_prior(prior)
 

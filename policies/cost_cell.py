@@ -86,8 +86,9 @@ class Cell:
 
     def doubt(self, variance: float) -> None:
         """Count as fewer records: the level may have moved by ``variance`` while none came."""
-        self.n = 1.0 / (1.0 / self.n + variance / (self.spread * self.spread))
-        self.returns |= self.n < FIRST
+        noises = variance / (self.spread * self.spread)
+        self.n = 1.0 / (1.0 / self.n + noises)
+        self.returns |= noises * FIRST > 1.0
 
     def learn(self, log_seconds: float, context: float) -> tuple[float, bool]:
         """Follow one record, ``log_seconds`` over the common level.

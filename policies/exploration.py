@@ -59,14 +59,19 @@ class Budget:
 
     def __post_init__(self) -> None:
         self.credit = self.initial
+        self._reserve = self.initial / 2.0
 
     def spend(self, lost: float) -> None:
         """Account for a decode step of which ``lost`` steps' worth of time was lost to exploring."""
         self.credit += self.rate - lost - max(self.credit - self.saved, 0.0) / LEAK_STEPS
+        self._reserve = min(self._reserve + self.rate, self.initial / 2.0)
 
     def reopen(self) -> None:
-        """On evidence of change: what was learned is less true than it was."""
-        self.credit = max(self.credit, self.initial / 2)
+        """On evidence of change: what was learned is less true than it was.
+
+        A load that changes all the time gets less each time: the reserve fills as fast as the budget.
+        """
+        self.credit, self._reserve = max(self.credit, self._reserve), 0.0
 
     def affordable_rate(self, steps: int) -> float:
         """Share of the next ``steps`` decode steps that may be lost."""

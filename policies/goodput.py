@@ -133,7 +133,7 @@ class Goodput(Policy):
             self._ignored = self.cost.note
             return
         try:
-            self.acceptance = AcceptanceModel.from_prior(prior.get("acceptance", {}), max(self._arms[-1], 1))
+            self.acceptance = AcceptanceModel.from_prior(prior.get("acceptance"), max(self._arms[-1], 1), server.topk)
         except ValueError as error:
             self._ignored = f"acceptance prior ignored: {error}"
         for cell in range(self._grid.cells):

@@ -384,6 +384,24 @@ class AcceptanceModel:
         means, lows, highs = np.array(rows).T
         return means, lows, highs
 
+    def lengths_together(self, batch_size: int, mean_context: float) -> tuple[FloatArray, FloatArray]:
+        """Return L_K for K = 0..max_steps, and the covariance of their logs, shape (max_steps + 1,) squared.
+
+        All K live on the same hazards, so what is not known of these is mostly common to them, and
+        the ratio of two L_K is known better than either: its squared error is
+        C[i, i] + C[j, j] - 2 C[i, j]. Delta method, as in ``lengths``.
+        """
+        means, variances, chains = np.array(self._hazards(batch_size, mean_context)).T
+        by_error = np.eye(self._max_steps)  # dh_j / de_i
+        for j in range(1, self._max_steps):
+            by_error[j] += chains[j] * by_error[j - 1]
+        products = np.cumprod(means)
+        slopes = np.cumsum(products[:, None] * np.cumsum(by_error / means[:, None], axis=0), axis=0)
+        lengths = np.concatenate(([1.0], 1.0 + np.cumsum(products)))
+        relative = np.zeros((self._max_steps + 1, self._max_steps))
+        relative[1:] = slopes / lengths[1:, None]
+        return lengths, (relative * variances) @ relative.T
+
     def to_prior(self) -> dict[str, list[float]]:
         """Return what is known of the pool, for JSON."""
         pool = self._pool.capped(STORED_SAMPLES)

@@ -81,11 +81,12 @@ class Budget:
 def expected_improvement(scores: Sequence[float], errors: Sequence[float], best: int) -> list[float]:
     """Expected improvement of each arm over arm ``best``, as a share of its score.
 
-    ``scores`` in tokens per second, ``errors`` relative standard errors. The difference of two
-    arms is taken as normal: EI = s*phi(z) + d*Phi(z), with z = d/s (Mockus 1978; Jones et al. 1998).
+    ``scores`` in tokens per second, ``errors`` relative standard errors of their ratio to that of
+    ``best``. The difference of two arms is taken as normal: EI = s*phi(z) + d*Phi(z), with z = d/s
+    (Mockus 1978; Jones et al. 1998).
 
-    >>> [round(x, 3) for x in expected_improvement([100.0, 99.0, 50.0], [0.02, 0.02, 0.02], 0)]
-    [0.0, 0.007, 0.0]
+    >>> [round(x, 3) for x in expected_improvement([100.0, 99.0, 50.0], [0.0, 0.02, 0.02], 0)]
+    [0.0, 0.004, 0.0]
     """
     found = []
     for arm, score in enumerate(scores):
@@ -93,7 +94,7 @@ def expected_improvement(scores: Sequence[float], errors: Sequence[float], best:
             found.append(0.0)
             continue
         difference = score / scores[best] - 1.0
-        spread = math.hypot(errors[arm] * score / scores[best], errors[best])
+        spread = errors[arm] * score / scores[best]
         if spread <= 0.0:
             found.append(max(difference, 0.0))
             continue

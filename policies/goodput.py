@@ -46,8 +46,11 @@ UNSETTLED_STEPS = 256
 UNSETTLED_PERIOD = 16
 """So often a decision is urgent in the first steps, and in the first tenth of them after a change."""
 
-LEVEL = 0.95
-_SIGMAS = 2 * 1.96
+SIGMAS = 1.96
+"""Standard errors by which an objective has to be met: 97.5 %."""
+
+DOUBTED_STEPS = 16
+"""A server that starts to skip since a stored prior says so is probed like after a hit for so long."""
 
 PLAUSIBLE = np.linspace(0.05, 0.95, 19)
 """Acceptance per draft that a drafter may have; what no value of these could make pay is not probed."""
@@ -62,7 +65,7 @@ class _Cell:
     scores: tuple[float, ...] = ()
     """Expected tokens per second by arm."""
     errors: tuple[float, ...] = ()
-    """Their relative standard errors."""
+    """Relative standard errors of their ratios to that of the choice."""
     seconds: tuple[float, ...] = ()
     """Of a step, by arm."""
     prices: tuple[float, ...] = ()
@@ -265,14 +268,15 @@ class Goodput(Policy):
 
     def _decide_cell(self, index: int) -> None:
         batch, context = self._place(index)
-        lengths, low, high = self.acceptance.lengths(batch, context, LEVEL)
-        seconds, relative = self.cost.predict_all(batch, context)
+        lengths, of_lengths = self.acceptance.lengths_together(batch, context)
+        seconds, of_seconds = self.cost.predict_together(batch, context)
         length = lengths[self._arms]
         scores = batch * length / seconds
-        errors = np.hypot((high - low)[self._arms] / _SIGMAS / length, relative)
+        covariance = of_lengths[np.ix_(self._arms, self._arms)] + of_seconds
+        variances = covariance.diagonal()
         allowed = np.ones(len(self._arms), bool)
         if self._objective is not None:
-            meets = seconds / length * (1.0 + _SIGMAS / 2 * errors) <= self._objective
+            meets = seconds / length * (1.0 + SIGMAS * np.sqrt(variances)) <= self._objective
             allowed = meets if meets.any() else allowed
         cell = self._cells[index]
         best = int(np.argmax(np.where(allowed, scores, -np.inf)))
@@ -289,7 +293,8 @@ class Goodput(Policy):
             and k != cell.choice
             and score > scores[current] * (1.0 - max(KEEP if k else 0.0, may_lose(price, seconds[current], spell)))
         )
-        cell.scores, cell.errors = tuple(scores.tolist()), tuple(errors.tolist())
+        of_ratios = np.maximum(variances + variances[current] - 2.0 * covariance[current], 0.0)
+        cell.scores, cell.errors = tuple(scores.tolist()), tuple(np.sqrt(of_ratios).tolist())
         cell.seconds, cell.prices = tuple(seconds.tolist()), tuple(prices)
         cell.allowed = tuple(allowed.tolist())
         cell.winning = 0.0
@@ -326,7 +331,7 @@ class Goodput(Policy):
         row = (int(wins[0]) + len(PLAUSIBLE) - 1) // 2
         cell.winning = float(PLAUSIBLE[row])
         arm = int(np.argmax(plausible[row])) + 1
-        if self._watch.following:
+        if self._watch.following or self._unsettled > UNSETTLED_STEPS - DOUBTED_STEPS:
             return ((self._arms[arm], FOLLOW_PROBABILITY),)
         return ((self._arms[arm], probe(losses(cell, 0, PROBE_STEPS)[arm])),)
 

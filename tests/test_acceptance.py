@@ -590,3 +590,33 @@ def test_what_a_band_knew_of_its_own_gets_old_while_others_are_seen() -> None:
     assert model.hazard(8, 20_000.0)[0] == pytest.approx(0.4, abs=0.06)
     fed(model, draw(rng, [0.8] * 3, 8, 20_000))
     assert model.hazard(8, 20_000.0)[0] == pytest.approx(0.8, abs=0.06)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32), st.lists(st.floats(0.1, 0.95), min_size=1, max_size=7), st.integers(1, 200))
+def test_lengths_together_say_what_each_says_alone(seed: int, hazards: list[float], count: int) -> None:
+    rng = np.random.default_rng(seed)
+    model = fed(AcceptanceModel(len(hazards)), draw(rng, hazards, 4, count))
+    lengths, covariance = model.lengths_together(4, 500.0)
+    means, low, high = model.lengths(4, 500.0)
+    np.testing.assert_allclose(lengths, means, rtol=1e-9)
+    errors = np.sqrt(covariance.diagonal()) * lengths
+    # The interval there is the wider of two; this is the symmetric one.
+    assert np.all(errors * 2 * 1.9 <= (high - low) + 0.05)
+    assert np.linalg.eigvalsh(covariance).min() >= -1e-9
+
+
+def test_the_ratio_of_two_lengths_is_known_as_well_as_sampling_says() -> None:
+    """Against hazards drawn from their posteriors, position by position."""
+    rng = np.random.default_rng(3)
+    model = fed(AcceptanceModel(5), draw(rng, [0.8, 0.75, 0.7, 0.7, 0.7], 4, 60))
+    lengths, covariance = model.lengths_together(4, 500.0)
+    hazards = model._hazards(4, 500.0)
+    draws, before = [], np.zeros(100_000)
+    for mean, variance, chain in hazards:
+        before = rng.normal(0.0, np.sqrt(variance), len(before)) + chain * before
+        draws.append(np.clip(mean + before, 0.01, 0.99))
+    sampled = 1.0 + np.cumsum(np.cumprod(draws, axis=0), axis=0)
+    of_ratio = np.sqrt(covariance[5, 5] + covariance[3, 3] - 2.0 * covariance[5, 3])
+    assert np.std(np.log(sampled[4] / sampled[2])) == pytest.approx(of_ratio, rel=0.1)
+    assert of_ratio < 0.7 * np.sqrt(covariance[5, 5])

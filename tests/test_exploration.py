@@ -25,8 +25,8 @@ def test_expected_improvement_is_never_negative_and_at_least_the_difference(scor
 
 def test_expected_improvement_agrees_with_sampling() -> None:
     draws = random.Random(1)
-    scores, errors = [100.0, 97.0], [0.03, 0.05]
-    sampled = [max(draws.gauss(97, 4.85) - draws.gauss(100, 3.0), 0.0) / 100 for _ in range(200_000)]
+    scores, errors = [100.0, 97.0], [0.0, 0.05]
+    sampled = [max(draws.gauss(97, 4.85) - 100.0, 0.0) / 100 for _ in range(200_000)]
     assert expected_improvement(scores, errors, 0)[1] == pytest.approx(sum(sampled) / len(sampled), rel=0.02)
 
 
@@ -38,10 +38,10 @@ def test_what_cannot_win_is_not_tried() -> None:
     scores = [100.0, 60.0, 50.0]
     assert alternatives([0, 1, 3], scores, [0.02] * 3, 0, loss_of(scores, 0), rate=0.1) == ()
     scores = [100.0, 98.0, 50.0]
-    ((arm, probability),) = alternatives([0, 1, 3], scores, [0.02] * 3, 0, loss_of(scores, 0), rate=0.1)
+    ((arm, probability),) = alternatives([0, 1, 3], scores, [0.03] * 3, 0, loss_of(scores, 0), rate=0.1)
     assert arm == 1
     assert 0.0 < probability <= 0.1 / LEAST_LOSS
-    ((_, dear),) = alternatives([0, 1, 3], scores, [0.02] * 3, 0, [0.0, 1.0, 1.0], rate=0.1)
+    ((_, dear),) = alternatives([0, 1, 3], scores, [0.03] * 3, 0, [0.0, 1.0, 1.0], rate=0.1)
     assert 0.0 < dear < probability / 2
 
 

@@ -23,6 +23,9 @@ DOUBT = 0.3
 """Error of an untouched cell per unit of common movement since its last record."""
 PRIOR_DOUBT, PRIOR_CELLS = 0.02, 2.0
 """Relative error of a stored cell beside its noise: assumed at first, and for how many cells that counts."""
+PRIOR_TAIL = 0.5
+"""Where one stored cell is far off, as of another machine, another may be as far though most are right:
+the variance is at least this share of the worst square."""
 
 
 @dataclass
@@ -39,6 +42,8 @@ class Common:
     prior_variance: float = PRIOR_DOUBT**2
     """Of stored cells that were not seen yet, re-estimated with each that was."""
     _prior_cells: float = PRIOR_CELLS
+    _prior_squares: float = PRIOR_CELLS * PRIOR_DOUBT**2
+    _prior_worst: float = 0.0
     _shared_at: int = 0
 
     def doubt(self, cell: Cell) -> float:
@@ -101,7 +106,9 @@ class Common:
             return
         off = cell.level + self.level - cell.stored
         noise = cell.spread**2 / cell.n
-        total = self.prior_variance * self._prior_cells + max(off * off - noise, 0.0)
+        square = max(off * off - noise, 0.0)
+        self._prior_squares += square
         self._prior_cells += 1.0
-        self.prior_variance = total / self._prior_cells
+        self._prior_worst = max(self._prior_worst, square)
+        self.prior_variance = max(self._prior_squares / self._prior_cells, PRIOR_TAIL * self._prior_worst)
         cell.stored = None

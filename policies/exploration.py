@@ -24,8 +24,11 @@ PROBE_STEPS = 1
 PROBE_PERIOD = 90
 """Forward passes between two probes: 1.1 % of the steps; what follows a hit comes on top."""
 
-WORTH_TRYING = 0.002
-"""Expected improvement, as a share of the choice's goodput, below which an arm is left alone."""
+WORTH_TRYING, WORTH_TRYING_NEW = 0.002, 0.0002
+"""Expected improvement, as a share of the choice's goodput, below which an arm is left alone.
+
+The latter while there is credit of a start or a change: what is found then is of use for long.
+"""
 
 MOST = 0.5
 """Of a cell's blocks go to alternatives at most, even cold."""
@@ -73,6 +76,11 @@ class Budget:
         """
         self.credit, self._reserve = max(self.credit, self._reserve), 0.0
 
+    @property
+    def worth_trying(self) -> float:
+        """Expected improvement from which on an arm is worth trying now."""
+        return WORTH_TRYING_NEW if self.credit > 2.0 * self.saved else WORTH_TRYING
+
     def affordable_rate(self, steps: int) -> float:
         """Share of the next ``steps`` decode steps that may be lost."""
         return max(self.credit, 0.0) / steps
@@ -111,15 +119,16 @@ def alternatives(
     best: int,
     losses: Sequence[float],
     rate: float,
+    worth: float = WORTH_TRYING,
 ) -> tuple[tuple[int, float], ...]:
     """Return (K, probability) of the arms worth trying, losing at most ``rate`` of the time.
 
     ``arms`` are the K, ``best`` the index of the choice, ``losses`` what a step of each loses against
-    it, in steps. Each worthy arm gets a share of the rate by its expected improvement; what it may
+    it, in steps. Each arm of more than ``worth`` gets a share of the rate by its expected improvement; what it may
     be tried is that share over what a try costs.
     """
     improvement = expected_improvement(scores, errors, best)
-    worthy = [arm for arm, gain in enumerate(improvement) if gain > WORTH_TRYING]
+    worthy = [arm for arm, gain in enumerate(improvement) if gain > worth]
     total = sum(improvement[arm] for arm in worthy)
     found = []
     for arm in worthy:

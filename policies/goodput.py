@@ -311,7 +311,7 @@ class Goodput(Policy):
             current = self._arms.index(cell.choice)
             loss = losses(cell, current, BLOCK_STEPS)
             scores = [score if within else 0.0 for score, within in zip(cell.scores, cell.allowed, strict=True)]
-            tried = alternatives(self._arms, scores, cell.errors, current, loss, rate)
+            tried = alternatives(self._arms, scores, cell.errors, current, loss, rate, self._budget.worth_trying)
             if self._skips(cell) and len(self._arms) > 1:
                 probing = self._probe(index)
                 tried = probing if self._watch.following or not tried else tried

@@ -28,8 +28,10 @@ RETURNED = 16.0
 """Records that a cell counts as, from which on its level is known again."""
 SETTLED = 64
 """Records of a cell after which its movement is drift, not a level being found."""
-SLOPE_ERROR = 0.3
+SLOPE_ERROR = 0.6
 """Relative error of the backbone's context slope in a cell that shows none of its own."""
+SLOPE_DOUBT = 0.1
+"""Relative error at most that a record far from the mean context is allowed for the slope."""
 CURVE_ERROR = 0.15
 """Error per unit of log seconds that a line is followed away from its mean context."""
 
@@ -103,7 +105,7 @@ class Cell:
         if self.returns:
             self.run.append(self.level + surprise)
             return (self._return(), True) if len(self.run) >= FIRST else (0.0, False)
-        bound = CLIP * self.spread
+        bound = CLIP * math.hypot(self.spread, self._slope_error(off / (1.0 + line)))
         error = min(max(surprise, -bound), bound)
         if error != surprise:
             if self.run and (surprise > 0.0) != (self.run[-1] > self.level):
@@ -130,6 +132,11 @@ class Cell:
             self.n = min(n, FAST)
         self.set_slope()
         return error / n, False
+
+    def _slope_error(self, off: float) -> float:
+        """Return how far the line may be off at so many tokens from its mean context: what is no outlier there."""
+        total = self.context_square + self.prior_weight
+        return min(self.spread * abs(off) / math.sqrt(total), SLOPE_DOUBT) if total > 0.0 else SLOPE_DOUBT
 
     def _return(self) -> float:
         """Weigh the level known against the median of some records, which counts as 2/pi of them; or jump there."""

@@ -54,6 +54,8 @@ class ServerFacts:
     gpu: str = ""
     sglang_version: str = ""
     context_length: int = 0
+    skip: str = "verify"
+    """What a step with K=0 is, where 0 is a candidate: "decode" or "verify"."""
 
 
 class Agent:
@@ -183,7 +185,7 @@ class Agent:
             topk=facts.topk,
             candidate_steps=policy.candidate_steps,
             fallback_steps=policy.fallback_steps,
-            skip="verify" if 0 in policy.candidate_steps else "none",
+            skip=facts.skip if 0 in policy.candidate_steps else "none",
             captured_batch_sizes=list(facts.captured_batch_sizes),
             max_running_requests=facts.max_running_requests,
             kv_tokens=facts.kv_tokens,

@@ -15,7 +15,14 @@ that the tokenizer and the detokenizer should not import.
     SchedulerBatchResultProcessor.process_batch_result_decode      makes the StepRecord
     EAGLEWorkerV2.apply_runtime_state                 drops what switching would leave behind
     EagleDraftWorkerBase._rebuild_topk1_chain_buffers keeps one pair of buffers per K
-    EAGLEWorkerV2._build_trivial_verify_input         mends K=0 without overlap scheduling
+    EAGLEWorkerV2._build_trivial_verify_input         begins a skip, mends K=0 without overlap scheduling
+
+where K=0 is a candidate and SPECPILOT_SKIP is "decode" (see skip.py), also
+
+    EAGLEWorkerV2.init_cuda_graphs                    captures the decode graphs of the skip
+    EAGLEWorkerV2.verify                              runs a skip as a decode
+    EagleDraftWorker._draft_extend_for_decode         is left out after one,
+    EAGLEWorkerV2._stub_skipped_draft_extend          as is this
 
 SGLang only logs what a plugin raises, and a server that runs unhooked looks healthy.
 So whatever goes wrong here ends the start: SystemExit passes SGLang's handler.
@@ -36,6 +43,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from sglang_hooks.agent import Agent, ServerFacts, default_server_id
 from sglang_hooks.broadcast import PolicyUpdate
 from sglang_hooks.settings import Settings, SettingsError
+from sglang_hooks.skip import DecodeSkip, is_out_of_memory, marker_class, unsupported_reason, version_reason
 from sglang_hooks.table_policy import TablePolicy
 
 if TYPE_CHECKING:
@@ -51,6 +59,7 @@ POLICY_CLASS = "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeP
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _COMPONENTS = "sglang.srt.managers.scheduler_components"
 _WORKER = "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2"
+_EAGLE_DRAFT = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
 _DRAFT_WORKER = "sglang.srt.speculative.base_spec_worker.EagleDraftWorkerBase"
 _WORKER_LOGGER = "sglang.srt.speculative.eagle_worker_v2"
 
@@ -76,6 +85,8 @@ class _Installed:
 
     settings: Settings | None = None
     agent: Agent | None = None
+    skip: DecodeSkip | None = None
+    """Set once its graphs are captured; None where K=0 is SGLang's own."""
     patches: list[_Patch] = field(default_factory=list)
 
 
@@ -264,6 +275,8 @@ def _policy_class() -> type:
             _check_rig(self.candidate_steps, initial_steps)
             _installed.agent = Agent(settings, self)
             _install_scheduler_hooks()
+            if settings.skip == "decode" and 0 in self.candidate_steps:
+                _install_skip_hooks()
 
     return SglangTablePolicy
 
@@ -292,10 +305,26 @@ def _install_scheduler_hooks() -> None:
             (f"{processor}.process_batch_result_decode", _around_decode_result, HookType.AROUND),
             (f"{_WORKER}.apply_runtime_state", _around_apply_runtime_state, HookType.AROUND),
             (f"{_DRAFT_WORKER}._rebuild_topk1_chain_buffers", _around_rebuild_chain_buffers, HookType.AROUND),
-            (f"{_WORKER}._build_trivial_verify_input", _after_build_trivial_verify_input, HookType.AFTER),
+            (f"{_WORKER}._build_trivial_verify_input", _around_build_trivial_verify_input, HookType.AROUND),
         ]
     )
     logging.getLogger(_WORKER_LOGGER).addFilter(_not_a_switch)
+
+
+def _install_skip_hooks() -> None:
+    from sglang.srt.plugins.hook_registry import HookType
+
+    if reason := version_reason():
+        _skip_stays_sglangs(reason)
+        return
+    _install(
+        [
+            (f"{_WORKER}.init_cuda_graphs", _after_init_cuda_graphs, HookType.AFTER),
+            (f"{_WORKER}.verify", _around_verify, HookType.AROUND),
+            (f"{_WORKER}._stub_skipped_draft_extend", _around_draft_extend, HookType.AROUND),
+            (f"{_EAGLE_DRAFT}._draft_extend_for_decode", _around_draft_extend, HookType.AROUND),
+        ]
+    )
 
 
 def _agent() -> Agent:
@@ -317,6 +346,30 @@ def _after_init_model_worker(result: Any, scheduler: Any) -> None:  # noqa: ARG0
             "(SGLang's own warning 'speculative_adaptive disabled' names what it did not accept), "
             "or unset SPECPILOT_ENDPOINT"
         )
+
+
+def _after_init_cuda_graphs(result: Any, worker: Any) -> None:  # noqa: ARG001
+    if reason := unsupported_reason(worker):
+        _skip_stays_sglangs(reason)
+        return
+    try:
+        _installed.skip, memory = DecodeSkip.build(worker)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            logger.exception("specpilot: capturing the decode graphs for K=0 failed")
+            _refuse("capturing the decode graphs for K=0 failed, see above; SPECPILOT_SKIP=verify does without them")
+        _refuse(
+            f"no GPU memory left for the decode graphs of K=0 ({str(error).splitlines()[0]}): lower "
+            "--mem-fraction-static or --cuda-graph-max-bs, or set SPECPILOT_SKIP=verify to do without them"
+        )
+    logger.info(
+        "specpilot: K=0 is a plain decode step; its graphs and buffers took %.2f GB (%.2f GB left) and %.1f s",
+        *memory,
+    )
+
+
+def _skip_stays_sglangs(reason: str) -> None:
+    logger.warning("specpilot: K=0 stays SGLang's own verify of width 1 on this server: %s", reason)
 
 
 def _after_init_request_dispatcher(result: Any, scheduler: Any) -> None:  # noqa: ARG001
@@ -363,6 +416,7 @@ def _server_facts(scheduler: Any, ranks: Any, settings: Settings) -> ServerFacts
         gpu=_gpu_name(),
         sglang_version=sglang.__version__,
         context_length=scheduler.model_config.context_len,
+        skip="verify" if _installed.skip is None else "decode",
     )
 
 
@@ -441,12 +495,32 @@ def _around_rebuild_chain_buffers(original: Callable[..., Any], draft_worker: An
     return value
 
 
-def _after_build_trivial_verify_input(verify_input: Any, worker: Any, batch: Any) -> None:  # noqa: ARG001
-    """Give K=0 its token ids as int64, as K>0 has them.
+def _around_build_trivial_verify_input(original: Callable[..., Any], worker: Any, batch: Any) -> Any:
+    """Begin a skip; where SGLang's own K=0 runs, give it its token ids as int64, as K>0 has them.
 
     Without overlap scheduling SGLang hands on the int32 of ``fill_bonus_tokens``; its greedy
     verify kernel takes int64 only, so the first K=0 step ends the server (seen on 0.5.17, the
     code is the same up to 0.5.23). Under overlap they are int64 already and this does nothing.
     """
+    if _installed.skip is not None and (marker := _installed.skip.begin(batch)) is not None:
+        return marker
+    verify_input = original(worker, batch)
     if verify_input.draft_token is not None:
         verify_input.draft_token = verify_input.draft_token.long()
+    return verify_input
+
+
+def _around_verify(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(batch.spec_info, marker_class()):
+        assert _installed.skip is not None  # it made the marker, in this very step
+        return _installed.skip.decode(batch, kwargs.get("grammar_barrier"))
+    return original(worker, batch, *args, **kwargs)
+
+
+def _around_draft_extend(
+    original: Callable[..., Any], owner: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Leave the draft model out after a skip, whichever of SGLang's two ways it would have gone."""
+    if _installed.skip is not None and _installed.skip.finish(result):
+        return None
+    return original(owner, batch, result, *args, **kwargs)

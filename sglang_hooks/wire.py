@@ -72,7 +72,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     candidate_steps: Annotated[list[Steps], msgspec.Meta(min_length=1, max_length=64)]
     fallback_steps: Steps
     skip: Name
-    """Kind of K=0 step: "verify" (SGLang's width-1 verify) or "none" (K=0 is no candidate)."""
+    """Kind of K=0 step: "decode" (the target's ordinary decode step), "verify" (SGLang's width-1 verify)
+    or "none" (K=0 is no candidate)."""
     captured_batch_sizes: list[Count]
     max_running_requests: Count
     kv_tokens: Count

@@ -41,6 +41,10 @@ TARGETS = [
     "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.apply_runtime_state",
     "sglang.srt.speculative.base_spec_worker.EagleDraftWorkerBase._rebuild_topk1_chain_buffers",
     "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2._build_trivial_verify_input",
+    "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.init_cuda_graphs",
+    "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.verify",
+    "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2._stub_skipped_draft_extend",
+    "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker._draft_extend_for_decode",
 ]
 
 

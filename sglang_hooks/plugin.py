@@ -349,7 +349,11 @@ def _after_init_model_worker(result: Any, scheduler: Any) -> None:  # noqa: ARG0
 
 
 def _after_init_cuda_graphs(result: Any, worker: Any) -> None:  # noqa: ARG001
-    if reason := unsupported_reason(worker):
+    try:
+        reason = unsupported_reason(worker)
+    except AttributeError as error:  # of an SGLang that may be tried, but was not tested
+        reason = str(error)
+    if reason:
         _skip_stays_sglangs(reason)
         return
     try:

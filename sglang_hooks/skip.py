@@ -194,9 +194,22 @@ class DecodeSkip:
     def __init__(self, worker: Any, backend: Any, graphs: Any) -> None:
         """``backend``: attention backend of the decode; ``graphs``: its runner, None if the server has none."""
         import torch
-        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+        from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_uniform_func
+        from sglang.srt.managers.utils import GenerationBatchResult
+        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+        from sglang.srt.model_executor.forward_context import has_forward_context
+        from sglang.srt.speculative.eagle_info import EagleDraftInput
         from sglang.srt.speculative.eagle_utils import get_draft_recurrent_hidden_state_spec
+        from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
 
+        # Looked up once: an import statement costs a microsecond each time it runs.
+        self._slots_of_next_token = assign_extend_cache_locs_uniform_func
+        self._record_stream = record_stream_for_v2_verify
+        self._current_stream = torch.get_device_module(worker.device).current_stream
+        self._forward_batch = ForwardBatch.init_new
+        self._has_forward_context = has_forward_context
+        self._make_result, self._make_draft_input = GenerationBatchResult, EagleDraftInput
+        self._int64, self._int32 = torch.int64, torch.int32
         self._worker = worker
         self._target = worker.target_worker.model_runner
         self._draft = worker.draft_worker.draft_runner
@@ -276,21 +289,15 @@ class DecodeSkip:
         Everything set on ``batch`` is put back by the scheduler when the forward has been launched.
         ``grammar_barrier`` lets the grammars see the previous step's tokens; called after the launch.
         """
-        import torch
-        from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_uniform_func
-        from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-        from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
-
         worker, marker = self._worker, batch.spec_info
         rows = len(batch.seq_lens)
         # These tensors come from the scheduler's stream, which may free them while we still read.
-        stream = torch.get_device_module(worker.device).current_stream()
-        record_stream_for_v2_verify(batch, marker, stream)
+        self._record_stream(batch, marker, self._current_stream())
 
         # Under speculation a length does not count the newest token yet; in a decode it does.
         lengths = batch.seq_lens + 1
-        batch.input_ids = marker.draft_token.to(torch.int64)
-        batch.out_cache_loc = assign_extend_cache_locs_uniform_func(
+        batch.input_ids = marker.draft_token.to(self._int64)
+        batch.out_cache_loc = self._slots_of_next_token(
             req_pool_indices=batch.req_pool_indices,
             req_to_token=worker.req_to_token_pool.req_to_token,
             start_offset=batch.seq_lens,
@@ -303,7 +310,7 @@ class DecodeSkip:
             batch.seq_lens_cpu = batch.seq_lens_cpu + 1
         batch.seq_lens_sum = None
         batch.spec_info = None
-        forward_batch = ForwardBatch.init_new(
+        forward_batch = self._forward_batch(
             batch, self._target, capture_hidden_mode=self._hidden_mode, return_hidden_states_before_norm=False
         )
         output = self._forward(forward_batch)
@@ -323,9 +330,7 @@ class DecodeSkip:
 
     def _forward(self, forward_batch: Any) -> Any:
         """Run the target on the decode graphs; returns its GenerationBatchResult, not sampled yet."""
-        from sglang.srt.model_executor.forward_context import has_forward_context
-
-        assert not has_forward_context()  # it would win over the backend put in place below
+        assert not self._has_forward_context()  # it would win over the backend put in place below
         target, name = self._target, self._read_done
         # An event left over from an earlier step would let the scheduler write too soon.
         setattr(target, name, None)
@@ -346,25 +351,21 @@ class DecodeSkip:
 
     def _result(self, batch: Any, output: Any, tokens: Any, lengths: Any, forward_batch: Any) -> Any:
         """Dress a decode's output as a verify's: ``tokens`` and ``lengths`` [batch], one token each."""
-        import torch
-        from sglang.srt.managers.utils import GenerationBatchResult
-        from sglang.srt.speculative.eagle_info import EagleDraftInput
-
         rows, logits = len(tokens), output.logits_output
         if logits.next_token_logprobs is not None:
             logits.next_token_logprobs = logits.next_token_logprobs.view(rows, 1)
         if logits.hidden_states is not None:
             # A view of what the next replay writes; the scheduler copies it out only for requests that ask.
             logits.hidden_states = logits.hidden_states.clone() if batch.return_hidden_states else None
-        return GenerationBatchResult(
+        return self._make_result(
             logits_output=logits,
             next_token_ids=tokens,
             accept_lens=self._ones[:rows],
             new_seq_lens=lengths,
             speculative_num_draft_tokens=1,
             can_run_cuda_graph=output.can_run_cuda_graph,
-            next_draft_input=EagleDraftInput(
-                bonus_tokens=tokens.to(torch.int32),
+            next_draft_input=self._make_draft_input(
+                bonus_tokens=tokens.to(self._int32),
                 topk_p=self._topk_p[:rows],
                 topk_index=self._topk_index[:rows],
                 hidden_states=None if self._hidden is None else self._hidden[:rows],

@@ -262,6 +262,13 @@ def machine_name(gpu: str) -> str:
     return f"{gpu}, {os.cpu_count()} CPU cores"
 
 
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """One object a line; in one move, since runs on two GPUs may both be at it."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    temporary.replace(path)
+
+
 def merge(args: argparse.Namespace) -> int:
     raws = [json.loads(path.read_text()) for path in sorted(args.raw.glob("*.json"))]
     found: list[dict[str, Any]] = []
@@ -312,11 +319,9 @@ def merge(args: argparse.Namespace) -> int:
                 entry["of_none"] = round(statistics.median(row["seconds"] for row in other) / seconds, 4)
             found.append(entry)
         found += [{"said_at_start": r["said"], "arm": r["arm"], **common} for r in runs if r["said"]]
-    args.out.write_text("[\n" + ",\n".join(json.dumps(row) for row in found) + "\n]\n")
+    write_rows(args.out, found)
     if profiles:
-        args.out.with_name("skip_profile.json").write_text(
-            "[\n" + ",\n".join(json.dumps(row) for row in profiles) + "\n]\n"
-        )
+        write_rows(args.out.with_name("skip_profile.json"), profiles)
     for row in found:
         if row["arm"] != "none" and "of_none" in row:
             kind = "end to end" if row.get("end_to_end") else "decode"

@@ -17,6 +17,7 @@ one() {  # GPU, backend, arm, label, seconds kept for what follows, further opti
   CUDA_VISIBLE_DEVICES="$gpu" timeout -k 5 "$left" python3 "$here/skip_parity.py" run --models "$root/models" \
     --attention "$backend" --arm "$arm" --label "$label" --raw "$raw" --seconds "$(( left - 15 ))" "$@" 2>&1 | cut -c1-600
   echo "$backend $label: exit ${PIPESTATUS[0]}"
+  merge > /dev/null  # what there is, should the machine go away
 }
 has_cells() { grep -q '"steps": \[\[\|"profiles": \[{' "$raw/$1.json" 2>/dev/null; }
 backend_runs() {  # GPU, backend, further options

@@ -66,10 +66,8 @@ class Probe:
     def attach(self) -> None:
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
-        from sglang.srt.speculative import eagle_worker_common
 
         run_batch, settle = Scheduler.run_batch, SchedulerBatchResultProcessor.process_batch_result_decode
-        prepare = eagle_worker_common.eagle_prepare_for_verify
         probe = self
 
         @functools.wraps(run_batch)
@@ -92,6 +90,16 @@ class Probe:
                 probe.completed(batch.forward_iter, time.perf_counter())
             return value
 
+        Scheduler.run_batch = launching
+        SchedulerBatchResultProcessor.process_batch_result_decode = settling
+        if os.environ.get("SPECPILOT_ENDPOINT"):
+            self.attach_to_verify()
+
+    def attach_to_verify(self) -> None:
+        from sglang.srt.speculative import eagle_worker_common
+
+        probe, prepare = self, eagle_worker_common.eagle_prepare_for_verify
+
         @functools.wraps(prepare)
         def preparing(*args: Any, **kwargs: Any) -> Any:
             forward_batch, graph = prepare(*args, **kwargs)
@@ -99,8 +107,6 @@ class Probe:
                 probe.publish_read_done()
             return forward_batch, graph
 
-        Scheduler.run_batch = launching
-        SchedulerBatchResultProcessor.process_batch_result_decode = settling
         eagle_worker_common.eagle_prepare_for_verify = preparing
 
     # -- what runs on the scheduler thread --

@@ -7,7 +7,7 @@ scheduler; both call the same methods at the same places of the loop:
     apply(update)          every rank, when the broadcast brings one
     launching(batch), launched(batch, decode)      every rank, around each forward pass
     policy.get_steps_for_batch(n), policy.on_verify_complete(...)      SGLang's own calls
-    settling(batch), settled(batch, result, ended)      every rank, around a decode result
+    settling(batch), settled(batch, result, ended, quarantined)      every rank, around a decode result
 
 A failure here never reaches the server. What decisions depend on is done on every rank, from
 the same inputs, and fails on all or none: then all stop switching. What only rank 0 does, the
@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,15 +147,15 @@ class Agent:
             self._halt("reading the batch of a result")
             return []
 
-    def settled(self, batch: Any, result: Any, ended: list[int]) -> None:
-        """After a decode result was processed."""
+    def settled(self, batch: Any, result: Any, ended: list[int], quarantined: Sequence[int] = ()) -> None:
+        """After a decode result was processed; ``quarantined`` rows drafted from a cache with holes."""
         try:
             self._context.settled(result.num_correct_drafts_per_req_cpu, ended)
         except Exception:
             self._halt("reading a result")
         if self.recorder is not None:
             try:
-                self.recorder.settled(batch, result, ended)
+                self.recorder.settled(batch, result, ended, quarantined)
             except Exception:
                 self._failed("recording a step")
 
@@ -218,6 +218,7 @@ class Agent:
                 "records_dropped": self._queue.dropped,
                 "join_misses": recorder.join_misses if recorder is not None else 0,
                 "steps_mismatched": recorder.steps_mismatched if recorder is not None else 0,
+                "rows_quarantined": recorder.rows_quarantined if recorder is not None else 0,
                 "lease_expiries": policy.lease_expiries,
                 "hook_failures": self.failures,
             },

@@ -23,6 +23,10 @@ where K=0 is a candidate and SPECPILOT_SKIP is "decode" (see skip.py), also
     EAGLEWorkerV2.verify                              runs a skip as a decode
     EagleDraftWorker._draft_extend_for_decode         is left out after one,
     EAGLEWorkerV2._stub_skipped_draft_extend          as is this
+    EagleDraftWorker.draft                            shows the draft first what it missed (see resume.py)
+    EagleDraftWorker._draft_extend_for_prefill        it has seen all of these requests
+    ReqToTokenPool.free                               a request's gaps end with it
+    Req.owned_kv_len, effective_kv_committed_len      ends what is cached of a request before its first hole
 
 SGLang only logs what a plugin raises, and a server that runs unhooked looks healthy.
 So whatever goes wrong here ends the start: SystemExit passes SGLang's handler.
@@ -43,7 +47,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from sglang_hooks.agent import Agent, ServerFacts, default_server_id
 from sglang_hooks.broadcast import PolicyUpdate
 from sglang_hooks.settings import Settings, SettingsError
-from sglang_hooks.skip import DecodeSkip, is_out_of_memory, marker_class, unsupported_reason, version_reason
+from sglang_hooks.skip import (
+    DecodeSkip,
+    is_out_of_memory,
+    marker_class,
+    owned_length_target,
+    unsupported_reason,
+    version_reason,
+)
 from sglang_hooks.table_policy import TablePolicy
 
 if TYPE_CHECKING:
@@ -61,6 +72,7 @@ _COMPONENTS = "sglang.srt.managers.scheduler_components"
 _WORKER = "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2"
 _EAGLE_DRAFT = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
 _DRAFT_WORKER = "sglang.srt.speculative.base_spec_worker.EagleDraftWorkerBase"
+_ROW_FREE = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free"
 _WORKER_LOGGER = "sglang.srt.speculative.eagle_worker_v2"
 
 _RESTORE = "adaptive_spec.restore"
@@ -323,6 +335,10 @@ def _install_skip_hooks() -> None:
             (f"{_WORKER}.verify", _around_verify, HookType.AROUND),
             (f"{_WORKER}._stub_skipped_draft_extend", _around_draft_extend, HookType.AROUND),
             (f"{_EAGLE_DRAFT}._draft_extend_for_decode", _around_draft_extend, HookType.AROUND),
+            (f"{_EAGLE_DRAFT}.draft", _around_draft, HookType.AROUND),
+            (f"{_EAGLE_DRAFT}._draft_extend_for_prefill", _after_draft_prefill, HookType.AFTER),
+            (_ROW_FREE, _before_row_free, HookType.BEFORE),
+            (owned_length_target(), _after_owned_length, HookType.AFTER),
         ]
     )
 
@@ -357,17 +373,19 @@ def _after_init_cuda_graphs(result: Any, worker: Any) -> None:  # noqa: ARG001
         _skip_stays_sglangs(reason)
         return
     try:
-        _installed.skip, memory = DecodeSkip.build(worker)
+        _installed.skip, memory = DecodeSkip.build(worker, _agent().settings.skip_ring_mb << 20)
     except Exception as error:
         if not is_out_of_memory(error):
             logger.exception("specpilot: capturing the decode graphs for K=0 failed")
             _refuse("capturing the decode graphs for K=0 failed, see above; SPECPILOT_SKIP=verify does without them")
         _refuse(
             f"no GPU memory left for the decode graphs of K=0 ({str(error).splitlines()[0]}): lower "
-            "--mem-fraction-static or --cuda-graph-max-bs, or set SPECPILOT_SKIP=verify to do without them"
+            "--mem-fraction-static, --cuda-graph-max-bs or SPECPILOT_SKIP_RING_MB, or set SPECPILOT_SKIP=verify "
+            "to do without them"
         )
     logger.info(
-        "specpilot: K=0 is a plain decode step; its graphs and buffers took %.2f GB (%.2f GB left) and %.1f s",
+        "specpilot: K=0 is a plain decode step; its graphs and buffers took %.2f GB (%.2f GB left) and %.1f s, "
+        "%.2f GB of it for the newest %d skipped positions of each request",
         *memory,
     )
 
@@ -467,8 +485,12 @@ def _around_forward(original: Callable[..., Any], worker: Any, batch: Any, *args
 def _around_decode_result(original: Callable[..., Any], processor: Any, batch: Any, result: Any) -> Any:
     agent = _agent()
     ended = agent.settling(batch)
+    quarantined: list[int] = []
+    if _installed.skip is not None and (result.speculative_num_draft_tokens or 0) > 1:
+        # A request that ends with this result gives its row back, and is not known after it.
+        quarantined = _installed.skip.resume.gaps.holed(batch.reqs)
     value = original(processor, batch, result)
-    agent.settled(batch, result, ended)
+    agent.settled(batch, result, ended, quarantined)
     return value
 
 
@@ -528,3 +550,30 @@ def _around_draft_extend(
     if _installed.skip is not None and _installed.skip.finish(result):
         return None
     return original(owner, batch, result, *args, **kwargs)
+
+
+def _around_draft(original: Callable[..., Any], draft_worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    if _installed.skip is not None and not batch.forward_mode.is_idle():
+        _installed.skip.resume.catch_up(batch)
+    return original(draft_worker, batch, *args, **kwargs)
+
+
+def _after_draft_prefill(result: Any, draft_worker: Any, batch: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ARG001
+    if _installed.skip is not None:
+        _installed.skip.resume.gaps.prefilled(batch.reqs)
+
+
+def _before_row_free(pool: Any, req: Any) -> None:  # noqa: ARG001
+    if _installed.skip is not None:
+        _installed.skip.resume.gaps.released(req)
+
+
+def _after_owned_length(result: int, req: Any) -> int | None:
+    """Keep positions without draft KV out of the prefix cache: a later request would draft from them.
+
+    SGLang frees what is not owned, as it does with the slots it had reserved ahead.
+    """
+    if _installed.skip is None:
+        return None
+    whole = _installed.skip.resume.gaps.whole_length(req)
+    return None if whole is None else min(result, whole)

@@ -51,6 +51,7 @@ class Recorder:
         self._load = load
         self.join_misses = 0
         self.steps_mismatched = 0
+        self.rows_quarantined = 0
         self._record_seq = 0
         self._facts: dict[int, _Facts] = {}
         # The forward launched last, and what piled up since the last decode.
@@ -89,10 +90,11 @@ class Recorder:
         self._last_width = batch_size * (policy.applied_steps + 1)
         self._prefill_tokens = 0
 
-    def settled(self, batch: Any, result: Any, masked: list[int]) -> None:
+    def settled(self, batch: Any, result: Any, masked: Sequence[int], quarantined: Sequence[int] = ()) -> None:
         """After a decode result was processed: join it to its launch and queue the record.
 
-        ``masked`` are the rows whose request had ended before this result.
+        ``masked`` are the rows whose request had ended before this result, ``quarantined`` those that
+        drafted without all of their context: what they accepted tells nothing about others.
         """
         policy = self._policy
         step = batch.forward_iter
@@ -110,6 +112,10 @@ class Recorder:
         if draft_tokens != launch.steps + 1:
             self.steps_mismatched += 1
         accepted = result.num_correct_drafts_per_req_cpu
+        if quarantined:
+            live = set(quarantined).difference(masked)
+            self.rows_quarantined += len(live)
+            masked = sorted(live.union(masked))
         truncated: list[int] = []
         # Nearly always no row has ended, and SGLang's list goes out as it is.
         if masked or [req for req in batch.reqs if req.finished_reason is not None]:

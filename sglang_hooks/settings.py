@@ -136,6 +136,12 @@ OPTIONS = (
         _skip,
     ),
     Option(
+        "SPECPILOT_SKIP_RING_MB",
+        "512",
+        "GPU memory, in MiB, for what the draft needs of skipped steps to catch up when speculation resumes.",
+        _not_negative,
+    ),
+    Option(
         "SPECPILOT_STALE_SECONDS",
         "600",
         "How long the last table stays in force, without exploration, after its lease ran out.",
@@ -183,6 +189,7 @@ class Settings:
     fallback: int | None = None
     max_steps_by_batch: tuple[tuple[int, int], ...] = ()
     skip: str = "decode"
+    skip_ring_mb: int = 512
     stale_seconds: float = 600.0
     server_id: str = ""
     queue_records: int = 8192
@@ -212,5 +219,5 @@ class Settings:
 
     def decision_hash(self) -> int:
         """Hash of what the ranks' decisions depend on (equal on all ranks, 32 bits)."""
-        text = repr((self.mode, self.fallback, self.max_steps_by_batch, self.skip))
+        text = repr((self.mode, self.fallback, self.max_steps_by_batch, self.skip, self.skip_ring_mb))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")

@@ -8,6 +8,7 @@ without speculation, and only its result is dressed as a verify that accepted no
       _build_trivial_verify_input    begin():  a marker instead of the one-node tree
       verify                         decode(): decode attention, the decode CUDA graphs, the sampler
       draft-extend, or its stub      left out: finish() says whether this result needs it
+      draft, after skips             resume.py first shows the draft what it has missed
 
 Decode graphs need an attention backend of their own: what a backend allocates for graphs, the verify
 graphs captured earlier point into. Both are put in place for the time of one forward and taken back.
@@ -24,6 +25,8 @@ import logging
 import pkgutil
 import time
 from typing import Any, NamedTuple
+
+from sglang_hooks.resume import Resume
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,13 @@ _KNOWN_SIGNATURES = {
         ("self", "batch", "batch_result"),
         ("self", "batch", "batch_result", "kv_loc_plan"),
     ),
+    f"{_WORKER}.EagleDraftWorker.draft": (("self", "batch"), ("self", "batch", "with_topology")),
+    f"{_WORKER}.EagleDraftWorker._draft_extend_for_prefill": (
+        ("self", "batch", "target_hidden_states", "next_token_ids", "mm_input_embeds"),
+        ("self", "batch", "target_hidden_states", "next_token_ids", "mm_input_embeds", "kv_loc_plan"),
+    ),
+    "sglang.srt.speculative.eagle_utils.get_draft_input_from_target_hidden_dim": (("model_runner",),),
+    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free": (("self", "req"),),
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.__init__": (
         ("self", "model_runner", "attn_backend", "speculative_num_steps", "speculative_num_draft_tokens"),
         (
@@ -66,9 +76,15 @@ _KNOWN_FIELDS = {
     "sglang.srt.speculative.eagle_info.EagleDraftInput": (
         "topk_p", "topk_index", "hidden_states", "bonus_tokens", "dsa_topk_indices",
     ),
+    "sglang.srt.speculative.eagle_info.EagleDraftExtendInput": (
+        "hidden_states", "num_tokens_per_req", "num_tokens_for_logprob_per_req", "select_index",
+    ),
+    "sglang.srt.managers.schedule_batch.ReqKvInfo": ("kv_allocated_len",),
     "sglang.srt.managers.schedule_batch.ScheduleBatch": (
         "seq_lens", "seq_lens_cpu", "seq_lens_sum", "orig_seq_lens", "input_ids", "out_cache_loc", "spec_info",
         "req_pool_indices", "sampling_info", "return_logprob", "return_hidden_states", "has_grammar",
+        "reqs", "prefix_lens", "extend_lens", "extend_num_tokens", "top_logprobs_nums", "token_ids_logprobs",
+        "multimodal_inputs", "forward_mode",
     ),
 }  # fmt: skip
 
@@ -76,7 +92,25 @@ ATTENTION_BACKENDS = ("TritonAttnBackend", "FlashAttentionBackend")
 """Classes whose decode path is known to be right when ``spec_info`` is None, and was tested so."""
 
 
+_OWNED_LENGTH = tuple(
+    f"sglang.srt.managers.schedule_batch.Req.{name}" for name in ("owned_kv_len", "effective_kv_committed_len")
+)
+"""How many leading positions of an ended request the prefix cache may keep, in later and earlier SGLang."""
+
+
 # -- what a server must be for it --
+
+
+@functools.cache
+def owned_length_target() -> str:
+    """Return the method of this SGLang that says how much of an ended request may be cached, or ""."""
+    for target in _OWNED_LENGTH:
+        try:
+            if tuple(inspect.signature(pkgutil.resolve_name(target)).parameters) == ("self",):
+                return target
+        except (ImportError, AttributeError):
+            continue
+    return ""
 
 
 def version_reason() -> str:
@@ -93,7 +127,7 @@ def version_reason() -> str:
         missing = [name for name in names if name not in fields]
         if missing:
             return f"{target} has no field {missing[0]!r}"
-    return ""
+    return "" if owned_length_target() else f"{_OWNED_LENGTH[0]} is gone"
 
 
 def unsupported_reason(worker: Any) -> str:
@@ -181,17 +215,19 @@ def marker_class() -> type:
 
 
 class SkipMemory(NamedTuple):
-    """What the decode graphs and their attention backend took at start."""
+    """What the decode graphs, their attention backend and the ring took at start."""
 
     gigabytes: float
     free_gigabytes: float
     seconds: float
+    ring_gigabytes: float
+    ring_positions: int
 
 
 class DecodeSkip:
     """The decode graphs of one scheduler process, and the steps that run on them."""
 
-    def __init__(self, worker: Any, backend: Any, graphs: Any) -> None:
+    def __init__(self, worker: Any, backend: Any, graphs: Any, resume: Resume) -> None:
         """``backend``: attention backend of the decode; ``graphs``: its runner, None if the server has none."""
         import torch
         from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_uniform_func
@@ -215,6 +251,7 @@ class DecodeSkip:
         self._draft = worker.draft_worker.draft_runner
         self._backend = backend
         self._graphs = graphs
+        self.resume = resume
         # The event that the scheduler waits for before it writes what a forward reads.
         self._read_done = (
             "shared_read_done_event"
@@ -233,9 +270,10 @@ class DecodeSkip:
         self._hidden = None if hidden_size is None else torch.zeros((rows, hidden_size), dtype=dtype, device=device)
 
     @staticmethod
-    def build(worker: Any) -> tuple[DecodeSkip, SkipMemory]:
+    def build(worker: Any, ring_bytes: int) -> tuple[DecodeSkip, SkipMemory]:
         """Capture the decode graphs of ``worker``, an EAGLEWorkerV2 that is ready to serve.
 
+        ``ring_bytes``: GPU memory that the ring of skipped positions may take.
         Raises what SGLang's capture raises; ``is_out_of_memory`` tells one kind from the others.
         """
         begun, (before, _) = time.perf_counter(), _memory()
@@ -255,9 +293,11 @@ class DecodeSkip:
                 )
         if getattr(backend, "_verify_mask", None) is not None:
             backend._verify_mask = None  # as large as the context times the batch, and only for verifying
-        skip = DecodeSkip(worker, backend, graphs)
+        skip = DecodeSkip(worker, backend, graphs, Resume(worker, ring_bytes))
         after, _ = _memory()
-        return skip, SkipMemory((before - after) / 1e9, after / 1e9, time.perf_counter() - begun)
+        ring = skip.resume.ring
+        seconds = time.perf_counter() - begun
+        return skip, SkipMemory((before - after) / 1e9, after / 1e9, seconds, ring.nbytes / 1e9, ring.positions)
 
     def begin(self, batch: Any) -> Any:
         """Return the marker for this batch's decode, or None if SGLang must verify it.
@@ -295,12 +335,12 @@ class DecodeSkip:
         self._record_stream(batch, marker, self._current_stream())
 
         # Under speculation a length does not count the newest token yet; in a decode it does.
-        lengths = batch.seq_lens + 1
+        before, lengths = batch.seq_lens, batch.seq_lens + 1
         batch.input_ids = marker.draft_token.to(self._int64)
         batch.out_cache_loc = self._slots_of_next_token(
             req_pool_indices=batch.req_pool_indices,
             req_to_token=worker.req_to_token_pool.req_to_token,
-            start_offset=batch.seq_lens,
+            start_offset=before,
             batch_size=rows,
             draft_token_num=1,
             device=batch.device,
@@ -320,6 +360,7 @@ class DecodeSkip:
         if self._target.tp_group.world_size > 1 and not batch.sampling_info.is_all_greedy:
             # As after a sampled verify: ranks that drew differently would part for good.
             self._target.tp_group.broadcast(tokens, src=0)
+        self.resume.store(batch, before, output.logits_output.hidden_states, tokens)
         self._finished = self._result(batch, output, tokens, lengths, forward_batch)
         return self._finished
 

@@ -29,6 +29,12 @@ def next_token(lengths: torch.Tensor) -> torch.Tensor:
     return (lengths * 7 + 3) % VOCABULARY
 
 
+def hidden_states(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The model's hidden states for the draft, [n, 3 * HIDDEN]: they tell the position and the row."""
+    columns = torch.stack([positions, rows], dim=1).to(torch.bfloat16)
+    return columns.repeat(1, 3 * HIDDEN // 2)
+
+
 class Runner:
     """A target's or draft's ModelRunner, as far as a decode step looks at it."""
 
@@ -38,9 +44,11 @@ class Runner:
         self.is_draft_worker = False
         self.server_args = SimpleNamespace()
         self.model_config = SimpleNamespace(
-            spec_hidden_size=HIDDEN, dtype=torch.bfloat16, model_is_mrope=False, is_encoder_decoder=False,
-            hf_config=SimpleNamespace(), is_multimodal=False, requires_mm_token_modalities=False,
+            spec_hidden_size=HIDDEN, hidden_size=HIDDEN, dtype=torch.bfloat16, model_is_mrope=False,
+            is_encoder_decoder=False, hf_config=SimpleNamespace(), is_multimodal=False,
+            requires_mm_token_modalities=False,
         )  # fmt: skip
+        self.prefill_attention_backend_str = "torch_native"
         self.attn_backend: Any = "verify-backend"
         self.decode_cuda_graph_runner: Any = "verify-graphs"
         self.shared_read_done_event: Any = None
@@ -111,7 +119,8 @@ class SkipWorker(EAGLEWorkerV2):
         if self.graph:
             runner.shared_read_done_event = self.read_done
         logits = torch.nn.functional.one_hot(next_token(forward_batch.seq_lens), VOCABULARY).float() * 10
-        output = LogitsProcessorOutput(next_token_logits=logits, hidden_states=torch.ones(len(logits), 3 * HIDDEN))
+        hidden = hidden_states(forward_batch.req_pool_indices, forward_batch.positions)
+        output = LogitsProcessorOutput(next_token_logits=logits, hidden_states=hidden)
         return GenerationBatchResult(logits_output=output, can_run_cuda_graph=self.graph)
 
 

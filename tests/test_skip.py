@@ -28,6 +28,7 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput  # noqa: E402
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
 
 from sglang_hooks import plugin, skip  # noqa: E402
+from sglang_hooks.resume import Resume  # noqa: E402
 from tests import sglang_rig as rig  # noqa: E402
 from tests import skip_rig  # noqa: E402
 from tests.skip_rig import SkipWorker  # noqa: E402
@@ -52,7 +53,7 @@ def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def worker(hooks: None) -> SkipWorker:
     made = SkipWorker()
-    plugin._installed.skip = skip.DecodeSkip(made, "decode-backend", "decode-graphs")
+    plugin._installed.skip = skip.DecodeSkip(made, "decode-backend", "decode-graphs", Resume(made, 1 << 20))
     return made
 
 
@@ -210,6 +211,7 @@ def test_the_graphs_are_built_and_their_memory_is_told(
     assert made == [((worker.runner,), expected)]
     [line] = [r.getMessage() for r in caplog.records if "plain decode step" in r.getMessage()]
     assert "took 1.50 GB (28.50 GB left)" in line
+    assert "newest 1024 skipped positions" in line
 
 
 @pytest.mark.parametrize(
@@ -222,7 +224,7 @@ def test_the_graphs_are_built_and_their_memory_is_told(
 def test_a_capture_that_fails_ends_the_start(
     hooks: None, monkeypatch: pytest.MonkeyPatch, error: Exception, says: str
 ) -> None:
-    def build(worker: Any) -> Any:
+    def build(worker: Any, ring_bytes: int) -> Any:
         raise error
 
     monkeypatch.setattr(skip.DecodeSkip, "build", build)
@@ -350,7 +352,7 @@ def test_what_the_next_step_reads_has_the_shapes_of_a_draft_extends(worker: Skip
 def test_a_standalone_draft_gets_no_hidden_states(worker: SkipWorker) -> None:
     standalone = SpeculativeAlgorithm.from_string("STANDALONE")
     worker.runner.spec_algorithm = worker._draft_worker.draft_runner.spec_algorithm = standalone
-    plugin._installed.skip = skip.DecodeSkip(worker, "decode-backend", None)
+    plugin._installed.skip = skip.DecodeSkip(worker, "decode-backend", None, Resume(worker, 1 << 20))
     server = Server(worker, [5], overlap=True)
     assert server.launch(server.batch()).next_draft_input.hidden_states is None
     assert worker.seen[0].capture_hidden_mode == CaptureHiddenMode.NULL

@@ -43,6 +43,8 @@ class ServerFacts:
     draft_model: str = ""
     algorithm: str = ""
     topk: int = 1
+    tree_tokens: int = 0
+    """Tokens that a tree verifies per request; 0 for a chain, which verifies K + 1."""
     captured_batch_sizes: tuple[int, ...] = ()
     max_running_requests: int = 0
     kv_tokens: int = 0
@@ -85,7 +87,9 @@ class Agent:
         self._facts = facts
         self._all_gather = all_gather
         if facts.rank == 0:
-            self.recorder = Recorder(self.policy, self._queue, facts.captured_batch_sizes, facts.overlap, load)
+            self.recorder = Recorder(
+                self.policy, self._queue, facts.captured_batch_sizes, facts.overlap, load, facts.tree_tokens
+            )
             mailbox = Mailbox()
             self._source = UpdateSource(self.settings, self.policy, mailbox, facts.tp_size)
             self._link = Link(

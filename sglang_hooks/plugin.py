@@ -8,6 +8,7 @@ that the tokenizer and the detokenizer should not import.
 
     target                                            what the hook does
     AdaptiveSpeculativeParams                         is replaced by SglangTablePolicy
+    Scheduler.maybe_init_draft_worker                 puts a policy over a tree, where SGLang has none
     Scheduler.init_model_worker                       refuses a server that silently stopped adapting
     Scheduler.init_request_dispatcher                 starts the agent, routes PolicyUpdate to it
     SchedulerRequestReceiver._pull_raw_reqs           rank 0: adds a PolicyUpdate to the broadcast
@@ -56,6 +57,7 @@ from sglang_hooks.skip import (
     version_reason,
 )
 from sglang_hooks.table_policy import TablePolicy
+from sglang_hooks.tree import TreeController, drafts_a_tree
 
 if TYPE_CHECKING:
     from sglang.srt.plugins.hook_registry import HookSource, HookType
@@ -121,6 +123,7 @@ def activate() -> None:
     _check_signatures()
     hooks: list[tuple[str, Any, HookType]] = [(POLICY_CLASS, _policy_class(), HookType.REPLACE)]
     if "sglang.srt.managers.scheduler" in sys.modules:  # a scheduler process, or the one that starts them
+        hooks.append((f"{_SCHEDULER}.maybe_init_draft_worker", _after_init_draft_worker, HookType.AFTER))
         hooks.append((f"{_SCHEDULER}.init_model_worker", _after_init_model_worker, HookType.AFTER))
     _install(hooks)
 
@@ -352,13 +355,33 @@ def _agent() -> Agent:
 # -- hooks at start --
 
 
+def _after_init_draft_worker(result: Any, scheduler: Any) -> None:  # noqa: ARG001
+    worker, settings = scheduler.draft_worker, _installed.settings
+    if not drafts_a_tree(worker):
+        return
+    assert settings is not None
+    if settings.skip != "decode":
+        _refuse("a tree of draft tokens can only be skipped by decode steps: unset SPECPILOT_SKIP")
+    if reason := version_reason():
+        _refuse(f"a tree of draft tokens cannot be skipped by this SGLang ({reason}): use a tested one")
+    steps = worker.speculative_num_steps
+    try:
+        policy = TablePolicy(settings, [0, steps], steps)
+    except SettingsError as error:
+        _refuse(str(error))
+    _installed.agent = Agent(settings, policy)
+    worker.adaptive_controller = TreeController(worker, policy)
+    _install_scheduler_hooks()
+    _install_skip_hooks()
+
+
 def _after_init_model_worker(result: Any, scheduler: Any) -> None:  # noqa: ARG001
     worker = scheduler.draft_worker
     controller = getattr(worker, "adaptive_controller", None)
     if controller is None or _installed.agent is None or controller.params is not _installed.agent.policy:
         _refuse(
             "this server does not adapt its speculation, so nothing could be steered: start it with "
-            "--speculative-algorithm EAGLE or EAGLE3, --speculative-eagle-topk 1 and --speculative-adaptive "
+            "--speculative-algorithm EAGLE or EAGLE3 and, for --speculative-eagle-topk 1, --speculative-adaptive "
             "(SGLang's own warning 'speculative_adaptive disabled' names what it did not accept), "
             "or unset SPECPILOT_ENDPOINT"
         )
@@ -369,6 +392,8 @@ def _after_init_cuda_graphs(result: Any, worker: Any) -> None:  # noqa: ARG001
         reason = unsupported_reason(worker)
     except AttributeError as error:  # of an SGLang that may be tried, but was not tested
         reason = str(error)
+    if reason and worker.topk > 1:
+        _refuse(f"the tree of this server cannot be skipped by decode steps ({reason}): unset SPECPILOT_ENDPOINT")
     if reason:
         _skip_stays_sglangs(reason)
         return
@@ -427,6 +452,7 @@ def _server_facts(scheduler: Any, ranks: Any, settings: Settings) -> ServerFacts
         draft_model=args.speculative_draft_model_path or "",
         algorithm=args.speculative_algorithm,
         topk=scheduler.draft_worker.topk,
+        tree_tokens=scheduler.draft_worker.speculative_num_draft_tokens if scheduler.draft_worker.topk > 1 else 0,
         captured_batch_sizes=tuple(graphs.capture_bs) if graphs is not None else (),
         max_running_requests=scheduler.max_running_requests,
         kv_tokens=scheduler.max_total_num_tokens,

@@ -146,7 +146,7 @@ def unsupported_reason(worker: Any) -> str:
     checks = (
         (runner.device != "cuda", f"the device is {runner.device}, not cuda"),
         (not (algorithm.is_eagle() or algorithm.is_standalone()), "only EAGLE, EAGLE3 and STANDALONE drafts are known"),
-        (worker.topk != 1, f"--speculative-eagle-topk is {worker.topk}, not 1"),
+        (worker.topk > 1 and worker.page_size > 1, "a tree with --page-size above 1"),
         (backend not in ATTENTION_BACKENDS, f"attention is {backend}, not one of {', '.join(ATTENTION_BACKENDS)}"),
         (runner.use_mla_backend, "the model uses MLA attention"),
         (runner.is_hybrid_swa, "the model has sliding-window layers with a KV pool of their own"),

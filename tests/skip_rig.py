@@ -93,7 +93,7 @@ class SkipWorker(EAGLEWorkerV2):
             forward_batch_generation=self.forward_target,
             model_config=self.runner.model_config,
         )
-        self.topk = 1
+        self.topk = self.page_size = 1
         self.device = "cpu"
         self.speculative_num_steps, self.speculative_num_draft_tokens = 0, 1
         self.speculative_algorithm = self.runner.spec_algorithm

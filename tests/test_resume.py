@@ -19,9 +19,7 @@ pytestmark = pytest.mark.sglang
 
 import sglang.srt.managers.scheduler  # noqa: E402, F401  (as in a scheduler process, when plugins load)
 from sglang.kernels.ops.speculative import cache_locs  # noqa: E402
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput  # noqa: E402
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch  # noqa: E402
-from sglang.srt.managers.scheduler import Scheduler  # noqa: E402
+from sglang.srt.managers.schedule_batch import ScheduleBatch  # noqa: E402
 from sglang.srt.managers.scheduler_components import batch_result_processor  # noqa: E402
 from sglang.srt.managers.utils import GenerationBatchResult  # noqa: E402
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator  # noqa: E402
@@ -35,166 +33,29 @@ from sglang.srt.runtime_context import get_parallel  # noqa: E402
 from sglang.srt.speculative import eagle_worker_v2  # noqa: E402
 from sglang.srt.speculative.eagle_info import EagleDraftInput  # noqa: E402
 
-from sglang_hooks import plugin, resume, skip  # noqa: E402
+from sglang_hooks import plugin, resume  # noqa: E402
 from tests import sglang_rig as rig  # noqa: E402
 from tests import skip_rig  # noqa: E402
+from tests.resume_rig import Server, install  # noqa: E402
 from tests.skip_rig import CONTEXT, HIDDEN, ROWS, SkipWorker  # noqa: E402
-
-Fact = tuple[int, int, int, int]
-"""What the draft made a slot's KV of: row, position, token after it, position that the hidden state tells."""
-
-
-class DraftKV:
-    """The draft model: remembers for each slot what its KV was made of, as target and draft share slots."""
-
-    def __init__(self) -> None:
-        self.slots: dict[int, Fact] = {}
-        self.batches: list[Any] = []
-
-    def write(self, row: int, position: int, token: int, hidden: Any) -> None:
-        slot = row * CONTEXT + position
-        self.slots[slot] = (int(hidden[1]), position, token, int(hidden[0]))
-
-    def forward(self, forward_batch: Any) -> Any:
-        """A draft-extend over positions of any number of requests: logits of the selected rows."""
-        self.batches.append(forward_batch)
-        info = forward_batch.spec_info
-        for slot, position, token, hidden in zip(
-            forward_batch.out_cache_loc.tolist(), forward_batch.positions.tolist(), forward_batch.input_ids.tolist(),
-            info.hidden_states, strict=True,
-        ):  # fmt: skip
-            assert slot % CONTEXT == position
-            self.write(slot // CONTEXT, position, token, hidden)
-        logits = torch.nn.functional.one_hot(forward_batch.input_ids[info.select_index], skip_rig.VOCABULARY).float()
-        hidden = forward_batch.positions[:, None].repeat(1, HIDDEN).to(torch.bfloat16)
-        return SimpleNamespace(logits_output=LogitsProcessorOutput(next_token_logits=logits, hidden_states=hidden))
-
-
-class Server:
-    """Requests that join, leave, are skipped and speculate, through SGLang's own forward_batch_generation."""
-
-    def __init__(self, worker: SkipWorker, kv: DraftKV) -> None:
-        self.worker, self.kv = worker, kv
-        self.reqs: list[Req] = []
-        self.lengths: dict[str, int] = {}
-        self.accepted = 1
-        self.drafted_from: list[tuple[int, int]] = []
-        self.born = 0
-        self.free = list(range(2, ROWS))
-
-    def join(self, prompt: int, rid: str | None = None) -> Req:
-        self.born += 1
-        req = rig.request(rid or f"r{self.born}", prompt, 1000)
-        req.kv.req_pool_idx = self.free.pop(0)
-        req.kv.kv_committed_len = req.kv.kv_allocated_len = prompt
-        batch = SimpleNamespace(reqs=[req], forward_mode=ForwardMode.EXTEND, lengths=[prompt])
-        self.worker._draft_worker._draft_extend_for_prefill(batch, None, None)
-        self.lengths[req.rid] = prompt
-        self.reqs = [*self.reqs, req]
-        return req
-
-    def leave(self, req: Req) -> None:
-        self.free.append(req.kv.req_pool_idx)
-        pool = SimpleNamespace(free_rows=lambda rows: None)
-        ReqToTokenPool.free(pool, req)
-        self.reqs = [other for other in self.reqs if other is not req]
-
-    def step(self, steps: int) -> Any:
-        worker = self.worker
-        worker.speculative_num_steps, worker.speculative_num_draft_tokens = steps, steps + 1
-        lengths = torch.tensor([self.lengths[req.rid] for req in self.reqs])
-        batch = ScheduleBatch(reqs=self.reqs)
-        batch.forward_mode = ForwardMode.DECODE
-        batch.spec_algorithm = worker.speculative_algorithm
-        batch.device, batch.forward_iter = "cpu", self.born
-        batch.seq_lens, batch.seq_lens_cpu = lengths, None
-        batch.req_pool_indices = torch.tensor([req.kv.req_pool_idx for req in self.reqs])
-        batch.sampling_info = skip_rig.sampling_info(len(self.reqs))
-        rows = len(self.reqs)
-        batch.spec_info = EagleDraftInput(
-            bonus_tokens=skip_rig.next_token(lengths), topk_p=torch.zeros(rows, 1),
-            topk_index=torch.full((rows, 1), 7), hidden_states=torch.zeros(rows, HIDDEN, dtype=torch.bfloat16),
-        )  # fmt: skip
-        before = batch.seq_lens
-        with Scheduler._forward_isolation(SimpleNamespace(), batch, overlap=False):
-            result = worker.forward_batch_generation(batch)
-        assert batch.seq_lens is before
-        for req, length in zip(self.reqs, result.new_seq_lens.tolist(), strict=True):
-            self.lengths[req.rid] = length
-            req.kv.kv_committed_len = req.kv.kv_allocated_len = length
-        return result
-
-    def missing(self, req: Req) -> list[int]:
-        """Positions whose KV is not what uninterrupted draft-extends would have written."""
-        row, length = req.kv.req_pool_idx, self.lengths[req.rid]
-        tokens = skip_rig.next_token(torch.arange(1, length + 1)).tolist()
-        return [
-            position for position in range(length)
-            if self.kv.slots.get(row * CONTEXT + position) != (row, position, tokens[position], position)
-        ]  # fmt: skip
 
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A server with the hooks in place and a ring of four positions, whose draft and verify are faked."""
+    """A server with the hooks in place and a ring of four positions."""
     config = tmp_path / "adaptive.json"
     config.write_text(json.dumps({"1": {"candidate_steps": [0, 1, 3]}}))
     monkeypatch.setenv("SPECPILOT_ENDPOINT", f"ipc://{tmp_path}/none.ipc")
     monkeypatch.setattr(cache_locs, "assign_extend_cache_locs_uniform_func", skip_rig.slots_of_next_token)
-    kv = DraftKV()
-    made: list[Server] = []
-
-    def draft(self: Any, batch: Any, *, with_topology: bool = False) -> Any:
-        info = batch.spec_info
-        made[0].drafted_from = [
-            (int(i), int(h[0])) for i, h in zip(info.topk_index[:, 0], info.hidden_states, strict=True)
-        ]
-        return SimpleNamespace(is_verify_input=lambda: True, kv_loc_plan=None)
-
-    def verify(self: Any, batch: Any, pp_proxy_tensors: Any = None, grammar_barrier: Any = None) -> Any:
-        accepted = torch.full((len(batch.reqs),), made[0].accepted)
-        return GenerationBatchResult(
-            next_draft_input=EagleDraftInput(), accept_lens=accepted, new_seq_lens=batch.seq_lens + accepted,
-            speculative_num_draft_tokens=self.speculative_num_draft_tokens,
-        )  # fmt: skip
-
-    def extend(self: Any, batch: Any, batch_result: Any, *, kv_loc_plan: Any = None) -> None:
-        for row, length in zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True):
-            for position in range(length, length + made[0].accepted):
-                kv.write(row, position, int(skip_rig.next_token(torch.tensor(position + 1))), (position, row))
-
-    def prefill(
-        self: Any, batch: Any, target_hidden_states: Any, next_token_ids: Any, mm_input_embeds: Any = None,
-        kv_loc_plan: Any = None,
-    ) -> None:  # fmt: skip
-        for req, length in zip(batch.reqs, batch.lengths, strict=True):
-            for position in range(length):
-                token = int(skip_rig.next_token(torch.tensor(position + 1)))
-                kv.write(req.kv.req_pool_idx, position, token, (position, req.kv.req_pool_idx))
-
-    drafts = eagle_worker_v2.EagleDraftWorker
-    monkeypatch.setattr(eagle_worker_v2.EAGLEWorkerV2, "verify", verify)
-    monkeypatch.setattr(drafts, "draft", draft)
-    monkeypatch.setattr(drafts, "_draft_extend_for_decode", extend)
-    monkeypatch.setattr(drafts, "_draft_extend_for_prefill", prefill)
+    made = Server(monkeypatch)
     override = rig.publish_config()
     plugin.activate()
     with get_parallel().override(pp_size=1):
         eagle_worker_v2.AdaptiveSpeculativeParams(initial_steps=3, cfg_path=str(config))
-        worker = SkipWorker()
-        worker._draft_worker.draft_runner.forward = kv.forward
-        install(worker, 4)
-        made.append(Server(worker, kv))
-        yield made[0]
+        made.serve(SkipWorker(), 4)
+        yield made
     plugin.uninstall()
     override.restore()
-
-
-def install(worker: SkipWorker, positions: int) -> resume.Resume:
-    made = resume.Resume(worker, ROWS * positions * (3 * HIDDEN * 2 + 8))
-    assert made.ring.positions == positions
-    plugin._installed.skip = skip.DecodeSkip(worker, "decode-backend", "decode-graphs", made)
-    return made
 
 
 # -- the ring --

@@ -109,7 +109,6 @@ class Server:
 REASONS = [
     ("runner", "device", "npu", "the device is npu"),
     ("runner", "spec_algorithm", SpeculativeAlgorithm.from_string("NGRAM"), "only EAGLE, EAGLE3 and STANDALONE"),
-    ("worker", "topk", 4, "--speculative-eagle-topk is 4"),
     ("runner", "attn_backend", object(), "attention is object"),
     ("runner", "use_mla_backend", True, "MLA"),
     ("runner", "is_hybrid_swa", True, "sliding-window"),

@@ -272,8 +272,9 @@ class Run:
 
         ours, theirs = (torch.load(self.folder / f"kv-{run}.pt") for run in (name, "never"))
         starts = self.starts(name)
-        errors: dict[str, list[float]] = {"skipped": [], "other": []}
-        relative: dict[str, list[float]] = {"skipped": [], "other": []}
+        ring = self.ring() or 0
+        errors: dict[str, list[float]] = {"caught_up": [], "lost": [], "other": []}
+        relative: dict[str, list[float]] = {"caught_up": [], "lost": [], "other": []}
         compared = 0
         for mine, other in zip(self.order[name], self.order["never"], strict=True):
             if mine not in ours or other not in theirs:
@@ -291,7 +292,7 @@ class Run:
             for position, (most, ratio) in enumerate(
                 zip(difference.abs().amax(1).tolist(), (difference.norm(dim=1) / size).tolist(), strict=True)
             ):
-                kind = "skipped" if begin <= position < end else "other"
+                kind = "other" if not begin <= position < end else "caught_up" if position >= end - ring else "lost"
                 errors[kind].append(most)
                 relative[kind].append(ratio)
         found: dict[str, Any] = {"requests": compared}

@@ -105,6 +105,8 @@ class SkipWorker(EAGLEWorkerV2):
         self.installed: list[tuple[Any, Any]] = []
         self.read_done: Any = "read-done"
         self.fail: Exception | None = None
+        # A graph writes its outputs where the replay before wrote them.
+        self.hidden_output = torch.zeros(ROWS, 3 * HIDDEN, dtype=torch.bfloat16)
         self.graph = True
 
     def forward_target(self, *, batch: Any, forward_batch: Any, is_verify: bool) -> GenerationBatchResult:
@@ -119,7 +121,8 @@ class SkipWorker(EAGLEWorkerV2):
         if self.graph:
             runner.shared_read_done_event = self.read_done
         logits = torch.nn.functional.one_hot(next_token(forward_batch.seq_lens), VOCABULARY).float() * 10
-        hidden = hidden_states(forward_batch.req_pool_indices, forward_batch.positions)
+        hidden = self.hidden_output[: len(logits)]
+        hidden.copy_(hidden_states(forward_batch.req_pool_indices, forward_batch.positions))
         output = LogitsProcessorOutput(next_token_logits=logits, hidden_states=hidden)
         return GenerationBatchResult(logits_output=output, can_run_cuda_graph=self.graph)
 

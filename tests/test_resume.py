@@ -192,6 +192,26 @@ def test_a_retracted_request_begins_anew(server: Server) -> None:
     assert server.missing(again) == []
 
 
+def test_under_overlap_a_result_is_settled_after_the_next_launch(server: Server) -> None:
+    """What was known of a request at a step's launch is what counts when its result comes, one launch later."""
+    gaps = plugin._installed.skip.resume.gaps
+    req = server.join(5)
+    for _ in range(5):
+        server.step(0)
+    assert gaps.holed(server.reqs) == []  # of the newest skip, when the step after it has been launched
+    batch = server.reqs
+    server.step(1)
+    server.step(0)
+    assert gaps.holed(batch) == [0]
+    # The request had ended with the first of the two: the second still wrote into its row.
+    server.leave(req)
+    again = server.join(9)
+    assert gaps.holed(server.reqs) == gaps.holed(batch) == []
+    server.step(0)
+    server.step(1)
+    assert server.missing(again) == []
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(

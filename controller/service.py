@@ -115,9 +115,10 @@ class Session:
             live = [n for n in record.accepted_drafts if n != MASKED]
             # Time with a prefill or an idle spell in it says nothing about decoding.
             back_to_back = record.forwards == 1 and not record.after_idle
-            self.recent.append(
-                (record.seconds if back_to_back else 0.0, sum(live) + len(live), record.draft_tokens - 1)
-            )
+            # A chain's width tells the K that ran; a tree has one width for its one K.
+            tree = self.hello is not None and self.hello.topk > 1
+            steps = record.steps if tree else record.draft_tokens - 1
+            self.recent.append((record.seconds if back_to_back else 0.0, sum(live) + len(live), steps))
         self.records += len(batch.records)
         if self.trace is not None:
             self.trace.append(batch.records)

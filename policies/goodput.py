@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from policies.acceptance import AcceptanceModel
+from policies.applied import AppliedSteps
 from policies.cost import CostModel
 from policies.exploration import BLOCK_STEPS, LEAST_LOSS, PROBE_STEPS, Budget, alternatives, probe
 from policies.interface import Grid, Plan, Policy
@@ -118,6 +119,7 @@ class Goodput(Policy):
         self._recent = []
         self._turn = 0
         self._held = server.fallback_steps
+        self._applied = AppliedSteps(server.topk)
         self._unsettled = UNSETTLED_STEPS
         self._plausible_lengths = (PLAUSIBLE[:, None, None] ** np.arange(self._arms[-1] + 1)).cumsum(axis=2)[:, 0]
         self._start_models(server)
@@ -170,7 +172,9 @@ class Goodput(Policy):
         mean_context = step.context_tokens / step.batch_size
         cell = self._grid.cell(step.padded_batch_size, mean_context)
         decided = self._cells[cell]
-        applied = step.draft_tokens - 1
+        applied = self._applied.of(step)
+        if applied is None:
+            return
         if applied == decided.choice or applied in decided.keep:
             self._held = applied
         if self._skips(decided) and decided.winning and applied:
@@ -179,12 +183,12 @@ class Goodput(Policy):
             self._watch.clear()
         self.acceptance.learn(step)
         self.cost.learn(step)
-        self.vetoes.observe(step, self._arms, self._server.kv_tokens, self._now)
+        self.vetoes.observe(step, applied, self._arms, self._server.kv_tokens, self._now)
         self._spells.step(decided.choice)
         self._recent.append(cell)
         band = bisect_left(CONTEXT_EDGES, mean_context)
         self._context[band] += 0.02 * (mean_context - self._context[band])
-        self._budget.spend(self._loss(decided, step.draft_tokens - 1) if step.block >= 0 else 0.0)
+        self._budget.spend(self._loss(decided, applied) if step.block >= 0 else 0.0)
         if self.acceptance.changes != self._changes:
             self._changes = self.acceptance.changes
             self._budget.reopen()

@@ -63,14 +63,14 @@ class Vetoes:
             if now < veto.until
         ]
 
-    def observe(self, step: StepRecord, candidates: Sequence[int], kv_tokens: int, now: float) -> None:
-        """Place what a step gives reason for; ``candidates`` ascending, ``kv_tokens`` 0 if unknown.
+    def observe(self, step: StepRecord, applied: int, candidates: Sequence[int], kv_tokens: int, now: float) -> None:
+        """Place what a step at K = ``applied`` gives reason for; ``candidates`` ascending, ``kv_tokens`` 0 if unknown.
 
         Each retraction lowers the bound by one candidate below the K that was running, so a
         server that goes on retracting ends at its smallest.
         """
         if step.retracted:
-            lower = candidates[max(bisect_left(candidates, step.draft_tokens - 1) - 1, 0)]
+            lower = candidates[max(bisect_left(candidates, applied) - 1, 0)]
             reason = f"{step.retracted} requests retracted, the KV cache is full"
             self.place("retraction", lower, now + RETRACTION_SECONDS, reason)
         if not kv_tokens:

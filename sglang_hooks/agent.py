@@ -7,7 +7,7 @@ scheduler; both call the same methods at the same places of the loop:
     apply(update)          every rank, when the broadcast brings one
     launching(batch), launched(batch, decode)      every rank, around each forward pass
     policy.get_steps_for_batch(n), policy.on_verify_complete(...)      SGLang's own calls
-    settling(batch), settled(batch, result, ended)      every rank, around a decode result
+    settling(batch), settled(batch, result, ended, quarantined)      every rank, around a decode result
 
 A failure here never reaches the server. What decisions depend on is done on every rank, from
 the same inputs, and fails on all or none: then all stop switching. What only rank 0 does, the
@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,8 @@ class ServerFacts:
     draft_model: str = ""
     algorithm: str = ""
     topk: int = 1
+    tree_tokens: int = 0
+    """Tokens that a tree verifies per request; 0 for a chain, which verifies K + 1."""
     captured_batch_sizes: tuple[int, ...] = ()
     max_running_requests: int = 0
     kv_tokens: int = 0
@@ -54,6 +56,8 @@ class ServerFacts:
     gpu: str = ""
     sglang_version: str = ""
     context_length: int = 0
+    skip: str = "verify"
+    """What a step with K=0 is, where 0 is a candidate: "decode" or "verify"."""
 
 
 class Agent:
@@ -83,7 +87,9 @@ class Agent:
         self._facts = facts
         self._all_gather = all_gather
         if facts.rank == 0:
-            self.recorder = Recorder(self.policy, self._queue, facts.captured_batch_sizes, facts.overlap, load)
+            self.recorder = Recorder(
+                self.policy, self._queue, facts.captured_batch_sizes, facts.overlap, load, facts.tree_tokens
+            )
             mailbox = Mailbox()
             self._source = UpdateSource(self.settings, self.policy, mailbox, facts.tp_size)
             self._link = Link(
@@ -150,15 +156,15 @@ class Agent:
             self._halt("reading the batch of a result")
             return []
 
-    def settled(self, batch: Any, result: Any, ended: list[int]) -> None:
-        """After a decode result was processed."""
+    def settled(self, batch: Any, result: Any, ended: list[int], quarantined: Sequence[int] = ()) -> None:
+        """After a decode result was processed; ``quarantined`` rows drafted from a cache with holes."""
         try:
             self._context.settled(result.num_correct_drafts_per_req_cpu, ended)
         except Exception:
             self._halt("reading a result")
         if self.recorder is not None:
             try:
-                self.recorder.settled(batch, result, ended)
+                self.recorder.settled(batch, result, ended, quarantined)
             except Exception:
                 self._failed("recording a step")
 
@@ -188,7 +194,7 @@ class Agent:
             topk=facts.topk,
             candidate_steps=policy.candidate_steps,
             fallback_steps=policy.fallback_steps,
-            skip="verify" if 0 in policy.candidate_steps else "none",
+            skip=facts.skip if 0 in policy.candidate_steps else "none",
             captured_batch_sizes=list(facts.captured_batch_sizes),
             max_running_requests=facts.max_running_requests,
             kv_tokens=facts.kv_tokens,
@@ -221,6 +227,7 @@ class Agent:
                 "records_dropped": self._queue.dropped,
                 "join_misses": recorder.join_misses if recorder is not None else 0,
                 "steps_mismatched": recorder.steps_mismatched if recorder is not None else 0,
+                "rows_quarantined": recorder.rows_quarantined if recorder is not None else 0,
                 "lease_expiries": policy.lease_expiries,
                 "hook_failures": self.failures,
             },

@@ -8,6 +8,7 @@ that the tokenizer and the detokenizer should not import.
 
     target                                            what the hook does
     AdaptiveSpeculativeParams                         is replaced by SglangTablePolicy
+    Scheduler.maybe_init_draft_worker                 puts a policy over a tree, where SGLang has none
     Scheduler.init_model_worker                       refuses a server that silently stopped adapting
     Scheduler.init_request_dispatcher                 starts the agent, routes PolicyUpdate to it
     SchedulerRequestReceiver._pull_raw_reqs           rank 0: adds a PolicyUpdate to the broadcast
@@ -15,7 +16,18 @@ that the tokenizer and the detokenizer should not import.
     SchedulerBatchResultProcessor.process_batch_result_decode      makes the StepRecord
     EAGLEWorkerV2.apply_runtime_state                 drops what switching would leave behind
     EagleDraftWorkerBase._rebuild_topk1_chain_buffers keeps one pair of buffers per K
-    EAGLEWorkerV2._build_trivial_verify_input         mends K=0 without overlap scheduling
+    EAGLEWorkerV2._build_trivial_verify_input         begins a skip, mends K=0 without overlap scheduling
+
+where K=0 is a candidate and SPECPILOT_SKIP is "decode" (see skip.py), also
+
+    EAGLEWorkerV2.init_cuda_graphs                    captures the decode graphs of the skip
+    EAGLEWorkerV2.verify                              runs a skip as a decode
+    EagleDraftWorker._draft_extend_for_decode         is left out after one,
+    EAGLEWorkerV2._stub_skipped_draft_extend          as is this
+    EagleDraftWorker.draft                            shows the draft first what it missed (see resume.py)
+    EagleDraftWorker._draft_extend_for_prefill        it has seen all of these requests
+    ReqToTokenPool.free                               a request's gaps end with it
+    Req.owned_kv_len, effective_kv_committed_len      ends what is cached of a request before its first hole
 
 SGLang only logs what a plugin raises, and a server that runs unhooked looks healthy.
 So whatever goes wrong here ends the start: SystemExit passes SGLang's handler.
@@ -36,7 +48,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from sglang_hooks.agent import Agent, ServerFacts, default_server_id
 from sglang_hooks.broadcast import PolicyUpdate
 from sglang_hooks.settings import Settings, SettingsError
+from sglang_hooks.skip import (
+    DecodeSkip,
+    is_out_of_memory,
+    marker_class,
+    owned_length_target,
+    unsupported_reason,
+    version_reason,
+)
 from sglang_hooks.table_policy import TablePolicy
+from sglang_hooks.tree import TreeController, drafts_a_tree
 
 if TYPE_CHECKING:
     from sglang.srt.plugins.hook_registry import HookSource, HookType
@@ -52,7 +73,9 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 _COMPONENTS = "sglang.srt.managers.scheduler_components"
 _WORKER = "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2"
+_EAGLE_DRAFT = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
 _DRAFT_WORKER = "sglang.srt.speculative.base_spec_worker.EagleDraftWorkerBase"
+_ROW_FREE = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free"
 _WORKER_LOGGER = "sglang.srt.speculative.eagle_worker_v2"
 
 _RESTORE = "adaptive_spec.restore"
@@ -77,6 +100,8 @@ class _Installed:
 
     settings: Settings | None = None
     agent: Agent | None = None
+    skip: DecodeSkip | None = None
+    """Set once its graphs are captured; None where K=0 is SGLang's own."""
     patches: list[_Patch] = field(default_factory=list)
 
 
@@ -99,6 +124,7 @@ def activate() -> None:
     _check_signatures()
     hooks: list[tuple[str, Any, HookType]] = [(POLICY_CLASS, _policy_class(), HookType.REPLACE)]
     if "sglang.srt.managers.scheduler" in sys.modules:  # a scheduler process, or the one that starts them
+        hooks.append((f"{_SCHEDULER}.maybe_init_draft_worker", _after_init_draft_worker, HookType.AFTER))
         hooks.append((f"{_SCHEDULER}.init_model_worker", _after_init_model_worker, HookType.AFTER))
     _install(hooks)
 
@@ -265,6 +291,8 @@ def _policy_class() -> type:
             _check_rig(self.candidate_steps, initial_steps)
             _installed.agent = Agent(settings, self)
             _install_scheduler_hooks()
+            if settings.skip == "decode" and 0 in self.candidate_steps:
+                _install_skip_hooks()
 
     return SglangTablePolicy
 
@@ -294,10 +322,30 @@ def _install_scheduler_hooks() -> None:
             (f"{processor}.process_batch_result_decode", _around_decode_result, HookType.AROUND),
             (f"{_WORKER}.apply_runtime_state", _around_apply_runtime_state, HookType.AROUND),
             (f"{_DRAFT_WORKER}._rebuild_topk1_chain_buffers", _around_rebuild_chain_buffers, HookType.AROUND),
-            (f"{_WORKER}._build_trivial_verify_input", _after_build_trivial_verify_input, HookType.AFTER),
+            (f"{_WORKER}._build_trivial_verify_input", _around_build_trivial_verify_input, HookType.AROUND),
         ]
     )
     logging.getLogger(_WORKER_LOGGER).addFilter(_not_a_switch)
+
+
+def _install_skip_hooks() -> None:
+    from sglang.srt.plugins.hook_registry import HookType
+
+    if reason := version_reason():
+        _skip_stays_sglangs(reason)
+        return
+    _install(
+        [
+            (f"{_WORKER}.init_cuda_graphs", _after_init_cuda_graphs, HookType.AFTER),
+            (f"{_WORKER}.verify", _around_verify, HookType.AROUND),
+            (f"{_WORKER}._stub_skipped_draft_extend", _around_draft_extend, HookType.AROUND),
+            (f"{_EAGLE_DRAFT}._draft_extend_for_decode", _around_draft_extend, HookType.AROUND),
+            (f"{_EAGLE_DRAFT}.draft", _around_draft, HookType.AROUND),
+            (f"{_EAGLE_DRAFT}._draft_extend_for_prefill", _after_draft_prefill, HookType.AFTER),
+            (_ROW_FREE, _before_row_free, HookType.BEFORE),
+            (owned_length_target(), _after_owned_length, HookType.AFTER),
+        ]
+    )
 
 
 def _agent() -> Agent:
@@ -309,16 +357,68 @@ def _agent() -> Agent:
 # -- hooks at start --
 
 
+def _after_init_draft_worker(result: Any, scheduler: Any) -> None:  # noqa: ARG001
+    worker, settings = scheduler.draft_worker, _installed.settings
+    if not drafts_a_tree(worker):
+        return
+    assert settings is not None
+    if settings.skip != "decode":
+        _refuse("a tree of draft tokens can only be skipped by decode steps: unset SPECPILOT_SKIP")
+    if reason := version_reason():
+        _refuse(f"a tree of draft tokens cannot be skipped by this SGLang ({reason}): use a tested one")
+    steps = worker.speculative_num_steps
+    try:
+        policy = TablePolicy(settings, [0, steps], steps)
+    except SettingsError as error:
+        _refuse(str(error))
+    _installed.agent = Agent(settings, policy)
+    worker.adaptive_controller = TreeController(worker, policy)
+    _install_scheduler_hooks()
+    _install_skip_hooks()
+
+
 def _after_init_model_worker(result: Any, scheduler: Any) -> None:  # noqa: ARG001
     worker = scheduler.draft_worker
     controller = getattr(worker, "adaptive_controller", None)
     if controller is None or _installed.agent is None or controller.params is not _installed.agent.policy:
         _refuse(
             "this server does not adapt its speculation, so nothing could be steered: start it with "
-            "--speculative-algorithm EAGLE or EAGLE3, --speculative-eagle-topk 1 and --speculative-adaptive "
+            "--speculative-algorithm EAGLE or EAGLE3 and, for --speculative-eagle-topk 1, --speculative-adaptive "
             "(SGLang's own warning 'speculative_adaptive disabled' names what it did not accept), "
             "or unset SPECPILOT_ENDPOINT"
         )
+
+
+def _after_init_cuda_graphs(result: Any, worker: Any) -> None:  # noqa: ARG001
+    try:
+        reason = unsupported_reason(worker)
+    except AttributeError as error:  # of an SGLang that may be tried, but was not tested
+        reason = str(error)
+    if reason and worker.topk > 1:
+        _refuse(f"the tree of this server cannot be skipped by decode steps ({reason}): unset SPECPILOT_ENDPOINT")
+    if reason:
+        _skip_stays_sglangs(reason)
+        return
+    try:
+        _installed.skip, memory = DecodeSkip.build(worker, _agent().settings.skip_ring_mb << 20)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            logger.exception("specpilot: capturing the decode graphs for K=0 failed")
+            _refuse("capturing the decode graphs for K=0 failed, see above; SPECPILOT_SKIP=verify does without them")
+        _refuse(
+            f"no GPU memory left for the decode graphs of K=0 ({str(error).splitlines()[0]}): lower "
+            "--mem-fraction-static, --cuda-graph-max-bs or SPECPILOT_SKIP_RING_MB, or set SPECPILOT_SKIP=verify "
+            "to do without them"
+        )
+    logger.info(
+        "specpilot: K=0 is a plain decode step; its graphs and buffers took %.2f GB (%.2f GB left) and %.1f s, "
+        "%.2f GB of it for the newest %d skipped positions of each request",
+        *memory,
+    )
+
+
+def _skip_stays_sglangs(reason: str) -> None:
+    logger.warning("specpilot: K=0 stays SGLang's own verify of width 1 on this server: %s", reason)
 
 
 def _after_init_request_dispatcher(result: Any, scheduler: Any) -> None:  # noqa: ARG001
@@ -354,6 +454,7 @@ def _server_facts(scheduler: Any, ranks: Any, settings: Settings) -> ServerFacts
         draft_model=args.speculative_draft_model_path or "",
         algorithm=args.speculative_algorithm,
         topk=scheduler.draft_worker.topk,
+        tree_tokens=scheduler.draft_worker.speculative_num_draft_tokens if scheduler.draft_worker.topk > 1 else 0,
         captured_batch_sizes=tuple(graphs.capture_bs) if graphs is not None else (),
         max_running_requests=scheduler.max_running_requests,
         kv_tokens=scheduler.max_total_num_tokens,
@@ -365,6 +466,7 @@ def _server_facts(scheduler: Any, ranks: Any, settings: Settings) -> ServerFacts
         gpu=_gpu_name(),
         sglang_version=sglang.__version__,
         context_length=scheduler.model_config.context_len,
+        skip="verify" if _installed.skip is None else "decode",
     )
 
 
@@ -415,8 +517,12 @@ def _around_forward(original: Callable[..., Any], worker: Any, batch: Any, *args
 def _around_decode_result(original: Callable[..., Any], processor: Any, batch: Any, result: Any) -> Any:
     agent = _agent()
     ended = agent.settling(batch)
+    quarantined: list[int] = []
+    if _installed.skip is not None and (result.speculative_num_draft_tokens or 0) > 1:
+        # A request that ends with this result gives its row back, and is not known after it.
+        quarantined = _installed.skip.resume.gaps.holed(batch.reqs)
     value = original(processor, batch, result)
-    agent.settled(batch, result, ended)
+    agent.settled(batch, result, ended, quarantined)
     return value
 
 
@@ -447,12 +553,59 @@ def _around_rebuild_chain_buffers(original: Callable[..., Any], draft_worker: An
     return value
 
 
-def _after_build_trivial_verify_input(verify_input: Any, worker: Any, batch: Any) -> None:  # noqa: ARG001
-    """Give K=0 its token ids as int64, as K>0 has them.
+def _around_build_trivial_verify_input(original: Callable[..., Any], worker: Any, batch: Any) -> Any:
+    """Begin a skip; where SGLang's own K=0 runs, give it its token ids as int64, as K>0 has them.
 
     Without overlap scheduling SGLang hands on the int32 of ``fill_bonus_tokens``; its greedy
     verify kernel takes int64 only, so the first K=0 step ends the server (seen on 0.5.17, the
     code is the same up to 0.5.23). Under overlap they are int64 already and this does nothing.
     """
+    if _installed.skip is not None and (marker := _installed.skip.begin(batch)) is not None:
+        return marker
+    verify_input = original(worker, batch)
     if verify_input.draft_token is not None:
         verify_input.draft_token = verify_input.draft_token.long()
+    return verify_input
+
+
+def _around_verify(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(batch.spec_info, marker_class()):
+        assert _installed.skip is not None  # it made the marker, in this very step
+        return _installed.skip.decode(batch, kwargs.get("grammar_barrier"))
+    return original(worker, batch, *args, **kwargs)
+
+
+def _around_draft_extend(
+    original: Callable[..., Any], owner: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Leave the draft model out after a skip, whichever of SGLang's two ways it would have gone."""
+    if _installed.skip is not None and _installed.skip.finish(result):
+        return None
+    return original(owner, batch, result, *args, **kwargs)
+
+
+def _around_draft(original: Callable[..., Any], draft_worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    if _installed.skip is not None and not batch.forward_mode.is_idle():
+        _installed.skip.resume.catch_up(batch)
+    return original(draft_worker, batch, *args, **kwargs)
+
+
+def _after_draft_prefill(result: Any, draft_worker: Any, batch: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ARG001
+    if _installed.skip is not None:
+        _installed.skip.resume.gaps.prefilled(batch.reqs)
+
+
+def _before_row_free(pool: Any, req: Any) -> None:  # noqa: ARG001
+    if _installed.skip is not None:
+        _installed.skip.resume.gaps.released(req)
+
+
+def _after_owned_length(result: int, req: Any) -> int | None:
+    """Keep positions without draft KV out of the prefix cache: a later request would draft from them.
+
+    SGLang frees what is not owned, as it does with the slots it had reserved ahead.
+    """
+    if _installed.skip is None:
+        return None
+    whole = _installed.skip.resume.gaps.whole_length(req)
+    return None if whole is None else min(result, whole)

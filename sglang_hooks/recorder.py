@@ -42,17 +42,23 @@ class Recorder:
         captured_batch_sizes: Sequence[int],
         overlap: bool,
         load: Callable[[], tuple[int, int, int]],
+        tree_tokens: int = 0,
     ) -> None:
-        """``load`` gives running and queued requests, and KV tokens used."""
+        """``load`` gives running and queued requests, and KV tokens used.
+
+        ``tree_tokens``: what a tree verifies per request, whatever its K; 0 for a chain.
+        """
         self._policy = policy
         self._queue = queue
         self._captured = sorted(captured_batch_sizes)
         self._overlap = overlap
         self._load = load
+        self._tree_tokens = tree_tokens
         self.join_misses = 0
         self.steps_mismatched = 0
         self.retracted = 0
         """Requests retracted since the newest record."""
+        self.rows_quarantined = 0
         self._record_seq = 0
         self._facts: dict[int, _Facts] = {}
         # The forward launched last, and what piled up since the last decode.
@@ -88,13 +94,14 @@ class Recorder:
         if len(self._facts) > _KEPT:
             del self._facts[next(iter(self._facts))]
         self._last_kind = ForwardKind.DECODE
-        self._last_width = batch_size * (policy.applied_steps + 1)
+        self._last_width = batch_size * self._width(policy.applied_steps)
         self._prefill_tokens = 0
 
-    def settled(self, batch: Any, result: Any, masked: list[int]) -> None:
+    def settled(self, batch: Any, result: Any, masked: Sequence[int], quarantined: Sequence[int] = ()) -> None:
         """After a decode result was processed: join it to its launch and queue the record.
 
-        ``masked`` are the rows whose request had ended before this result.
+        ``masked`` are the rows whose request had ended before this result, ``quarantined`` those that
+        drafted without all of their context: what they accepted tells nothing about others.
         """
         policy = self._policy
         step = batch.forward_iter
@@ -109,9 +116,13 @@ class Recorder:
             self.join_misses += 1
             return
         draft_tokens = result.speculative_num_draft_tokens or 0
-        if draft_tokens != launch.steps + 1:
+        if draft_tokens != self._width(launch.steps):
             self.steps_mismatched += 1
         accepted = result.num_correct_drafts_per_req_cpu
+        if quarantined:
+            live = set(quarantined).difference(masked)
+            self.rows_quarantined += len(live)
+            masked = sorted(live.union(masked))
         truncated: list[int] = []
         # Nearly always no row has ended, and SGLang's list goes out as it is.
         if masked or [req for req in batch.reqs if req.finished_reason is not None]:
@@ -161,6 +172,10 @@ class Recorder:
         self._record_seq += 1
         self.retracted = 0
         self._queue.put(record)
+
+    def _width(self, steps: int) -> int:
+        """Tokens that a step with ``steps`` verifies per request."""
+        return self._tree_tokens if steps and self._tree_tokens else steps + 1
 
 
 def _accepted_within(req: Any, accepted: int) -> int:

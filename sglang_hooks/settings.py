@@ -41,6 +41,12 @@ def _mode(text: str) -> str:
     return text
 
 
+def _skip(text: str) -> str:
+    if text not in ("decode", "verify"):
+        raise ValueError("use 'decode' or 'verify'")
+    return text
+
+
 def _endpoint(text: str) -> str:
     if not text:
         return ""
@@ -124,6 +130,18 @@ OPTIONS = (
         _max_steps,
     ),
     Option(
+        "SPECPILOT_SKIP",
+        "decode",
+        "What K=0 runs: `decode`, the target's ordinary decode step, where it can; `verify`, SGLang's own K=0.",
+        _skip,
+    ),
+    Option(
+        "SPECPILOT_SKIP_RING_MB",
+        "512",
+        "GPU memory, in MiB, for what the draft needs of skipped steps to catch up when speculation resumes.",
+        _not_negative,
+    ),
+    Option(
         "SPECPILOT_STALE_SECONDS",
         "600",
         "How long the last table stays in force, without exploration, after its lease ran out.",
@@ -170,6 +188,8 @@ class Settings:
     mode: str = "control"
     fallback: int | None = None
     max_steps_by_batch: tuple[tuple[int, int], ...] = ()
+    skip: str = "decode"
+    skip_ring_mb: int = 512
     stale_seconds: float = 600.0
     server_id: str = ""
     queue_records: int = 8192
@@ -199,5 +219,5 @@ class Settings:
 
     def decision_hash(self) -> int:
         """Hash of what the ranks' decisions depend on (equal on all ranks, 32 bits)."""
-        text = repr((self.mode, self.fallback, self.max_steps_by_batch))
+        text = repr((self.mode, self.fallback, self.max_steps_by_batch, self.skip, self.skip_ring_mb))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")

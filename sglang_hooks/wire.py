@@ -23,7 +23,8 @@ MAX_MESSAGE_BYTES = 4 << 20
 """A StepBatch of 256 records at batch size 1024 is about 0.6 MB; a table a few kB."""
 
 MASKED = -1
-"""In ``StepRecord.accepted_drafts``: a row whose request had already finished or was retracted."""
+"""In ``StepRecord.accepted_drafts``: a row whose request had already finished or was retracted, or whose draft
+had holes in its context after a long skip."""
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
@@ -72,7 +73,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     candidate_steps: Annotated[list[Steps], msgspec.Meta(min_length=1, max_length=64)]
     fallback_steps: Steps
     skip: Name
-    """Kind of K=0 step: "verify" (SGLang's width-1 verify) or "none" (K=0 is no candidate)."""
+    """Kind of K=0 step: "decode" (the target's ordinary decode step), "verify" (SGLang's width-1 verify)
+    or "none" (K=0 is no candidate)."""
     captured_batch_sizes: list[Count]
     max_running_requests: Count
     kv_tokens: Count
@@ -115,7 +117,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     draft_tokens: Steps
     """Tokens verified per request, from the step's own result (K+1 for a chain)."""
     accepted_drafts: list[Annotated[int, msgspec.Meta(ge=-1, le=4096)]]
-    """Per request, without the bonus token; MASKED for rows that were no longer live."""
+    """Per request, without the bonus token; MASKED for rows that were no longer live or are quarantined."""
     truncated: list[Count]
     """Rows whose request ended within this step: their count stops there, it is not a rejection."""
     running: Count

@@ -610,7 +610,7 @@ def test_the_ratio_of_two_lengths_is_known_as_well_as_sampling_says() -> None:
     """Against hazards drawn from their posteriors, position by position."""
     rng = np.random.default_rng(3)
     model = fed(AcceptanceModel(5), draw(rng, [0.8, 0.75, 0.7, 0.7, 0.7], 4, 60))
-    lengths, covariance = model.lengths_together(4, 500.0)
+    _, covariance = model.lengths_together(4, 500.0)
     hazards = model._hazards(4, 500.0)
     draws, before = [], np.zeros(100_000)
     for mean, variance, chain in hazards:

@@ -33,6 +33,7 @@ from tests import sglang_rig as rig  # noqa: E402
 
 TARGETS = [
     "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams",
+    "sglang.srt.managers.scheduler.Scheduler.maybe_init_draft_worker",
     "sglang.srt.managers.scheduler.Scheduler.init_model_worker",
     "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher",
     "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs",
@@ -42,6 +43,14 @@ TARGETS = [
     "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.apply_runtime_state",
     "sglang.srt.speculative.base_spec_worker.EagleDraftWorkerBase._rebuild_topk1_chain_buffers",
     "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2._build_trivial_verify_input",
+    "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.init_cuda_graphs",
+    "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.verify",
+    "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2._stub_skipped_draft_extend",
+    "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker._draft_extend_for_decode",
+    "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.draft",
+    "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker._draft_extend_for_prefill",
+    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",
+    "sglang.srt.managers.schedule_batch.Req.owned_kv_len",
 ]
 
 
@@ -97,7 +106,7 @@ def test_every_target_is_found_patched_and_put_back(active: None, config: str) -
     patched_early = {patch.target for patch in plugin._installed.patches}
     rig.FakeGpuWorker(3, config, accept=lambda batch, steps: [])
     assert {patch.target for patch in plugin._installed.patches} == set(TARGETS)
-    assert patched_early == set(TARGETS[:2])
+    assert patched_early == set(TARGETS[:3])
     assert set(TARGETS) <= HookRegistry._patched
     hooked = attributes()
     assert issubclass(hooked[TARGETS[0]], plugin.TablePolicy)

@@ -12,11 +12,11 @@ CANDIDATES = [0, 1, 3, 7]
 
 def test_memory_leaves_the_k_that_fits() -> None:
     vetoes = Vetoes()
-    vetoes.observe(record(batch_size=10, kv_used_tokens=1000 - 2 * 10 * 8), CANDIDATES, 1000, now=0.0)
+    vetoes.observe(record(batch_size=10, kv_used_tokens=1000 - 2 * 10 * 8), 3, CANDIDATES, 1000, now=0.0)
     assert vetoes.max_steps(0.0) is None
-    vetoes.observe(record(batch_size=10, kv_used_tokens=1000 - 2 * 10 * 8 + 1), CANDIDATES, 1000, now=0.0)
+    vetoes.observe(record(batch_size=10, kv_used_tokens=1000 - 2 * 10 * 8 + 1), 3, CANDIDATES, 1000, now=0.0)
     assert vetoes.max_steps(0.0) == 3
-    vetoes.observe(record(batch_size=10, kv_used_tokens=1001), CANDIDATES, 1000, now=1.0)
+    vetoes.observe(record(batch_size=10, kv_used_tokens=1001), 3, CANDIDATES, 1000, now=1.0)
     assert vetoes.max_steps(1.0) == 0
     assert "KV cache" in vetoes.reasons(1.0)[0]
     assert vetoes.max_steps(1.0 + MEMORY_SECONDS) is None
@@ -25,7 +25,7 @@ def test_memory_leaves_the_k_that_fits() -> None:
 
 def test_an_unknown_cache_size_is_no_veto() -> None:
     vetoes = Vetoes()
-    vetoes.observe(record(kv_used_tokens=10**9), CANDIDATES, 0, now=0.0)
+    vetoes.observe(record(kv_used_tokens=10**9), 3, CANDIDATES, 0, now=0.0)
     assert vetoes.max_steps(0.0) is None
 
 
@@ -33,7 +33,7 @@ def test_each_retraction_takes_one_candidate() -> None:
     vetoes = Vetoes()
     bounds = []
     for steps in (7, 3, 1, 0, 0):
-        vetoes.observe(record(draft_tokens=steps + 1, retracted=2), CANDIDATES, 0, now=0.0)
+        vetoes.observe(record(retracted=2), steps, CANDIDATES, 0, now=0.0)
         bounds.append(vetoes.max_steps(0.0))
     assert bounds == [3, 1, 0, 0, 0]
     assert vetoes.max_steps(RETRACTION_SECONDS - 0.1) == 0
@@ -43,7 +43,7 @@ def test_each_retraction_takes_one_candidate() -> None:
 def test_the_tightest_counts_and_each_expires_by_itself() -> None:
     vetoes = Vetoes()
     vetoes.place("operator", 3, 100.0, "trial")
-    vetoes.observe(record(retracted=1, draft_tokens=2), CANDIDATES, 0, now=50.0)
+    vetoes.observe(record(retracted=1), 1, CANDIDATES, 0, now=50.0)
     assert vetoes.max_steps(50.0) == 0
     assert len(vetoes.reasons(50.0)) == 2
     assert vetoes.max_steps(60.0) == 3

@@ -1,12 +1,14 @@
 # Sourced by the scripts beside it, on a GPU machine whose image has torch but not SGLang: unpacks
 # BUNDLE ($bundle: site.tar.xz with SGLang 0.5.17 and what it imports, specpilot's wheel, and
-# caches.tar.xz if an earlier run left one) and puts it on PYTHONPATH; models go to $root/models.
+# caches.tar.xz and pair.tar.xz if earlier runs left them) and puts it on PYTHONPATH; models go to
+# $root/models, a trained pair to $root/pair.
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root=/tmp/specpilot-rig
 if [ ! -d "$root/site/sglang" ]; then
   mkdir -p "$root/site" "$root/specpilot"
   tar xf "$bundle/site.tar.xz" -C "$root/site"
   [ -f "$bundle/caches.tar.xz" ] && tar xf "$bundle/caches.tar.xz" -C "$HOME"
+  [ -f "$bundle/pair.tar.xz" ] && mkdir -p "$root/pair" && tar xf "$bundle/pair.tar.xz" -C "$root/pair"
   python3 "$here/models.py" "$root/models"
 fi
 rm -rf "$root/specpilot" && mkdir "$root/specpilot" && python3 -m zipfile -e "$bundle"/specpilot-*.whl "$root/specpilot"

@@ -82,7 +82,7 @@ def surfaces() -> dict[str, dict[str, Any]]:
                 "cells": every,
             }
             found["h200-native-skip"] = {
-                "label": f"hypothetical: as h200-sglang, but K=0 at the cost of no speculation; {source}; {missing}",
+                "label": f"as h200-sglang, but K=0 at the cost of no speculation, as the decode-mode skip; {source}; {missing}",
                 "cells": [
                     cell
                     for arm, cells in arms.items()

@@ -355,7 +355,7 @@ def test_a_surface_gives_back_every_measured_cell(name: str, attention: str) -> 
         else:
             assert own.decode_seconds(k, *at) == pytest.approx(cell["seconds"], rel=1e-4), cell
     assert surface.speculating.steps == (0, 1, 2, 3, 5, 7)
-    assert ("hypothetical" in surface.label) == (name == "h200-native-skip")
+    assert ("decode-mode skip" in surface.label) == (name == "h200-native-skip")
     assert "extrapolated" in surface.label
 
 

@@ -259,7 +259,7 @@ class Run:
                     "kv": self.compare_kv(name), "acceptance": self.compare_acceptance(name)
                 }  # fmt: skip
             except Exception:
-                self.say(f"{name}: {traceback.format_exc()}")
+                self.found["resume"]["runs"][name] = {"failed": traceback.format_exc()[-600:]}
             self.say(f"{name}: {json.dumps(self.found['resume']['runs'].get(name))[:900]}")
 
     def ring(self) -> int | None:

@@ -104,6 +104,7 @@ class Run:
         self.cell = 0
         self.measured: dict[str, Any] = {
             "attention": args.attention, "arm": args.arm, "overlap": not args.no_overlap,
+            "ring_mb": int(os.environ.get("SPECPILOT_SKIP_RING_MB", "512")),
             "cells": [], "end_to_end": [], "profiles": [], "said": [],
         }  # fmt: skip
         self.path: Path = args.raw / f"{args.attention}-{args.label or args.arm}.json"
@@ -163,7 +164,7 @@ class Run:
 
     def decode_cell(self, engine: Any, arms: list[str], batch: int, context: int) -> None:
         order = arms + arms[::-1]
-        tokens = BLOCK * 2 * len(ARMS) + 8  # as many in every engine, so that contexts are the same
+        tokens = BLOCK * 2 * len(self.args.arms) + 8  # as many in every engine, so that contexts are the same
         took = self.one(engine, batch, context - 128, tokens, arms=order)
         steps = self.steps()
         self.measured["cells"].append({"batch_size": batch, "context": context, "steps": steps})
@@ -214,7 +215,7 @@ def run(args: argparse.Namespace) -> int:
     arms = ["none"]
     if args.arm == "rotate":
         decode = (this.folder / "skip.txt").read_text() == "decode"
-        arms = ARMS if decode else ARMS[1:]
+        arms = [arm for arm in args.arms if decode or arm != "skip"]
         this.say(f"arms {arms}")
     if not args.profile:
         for batch, context in cells():
@@ -279,7 +280,7 @@ def merge(args: argparse.Namespace) -> int:
         common = {
             "attention": attention, "machine": machine_name(gpu),
             "sglang_version": next((r["sglang"] for r in runs if "sglang" in r), "unknown"),
-            "overlap": runs[0]["overlap"], "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "overlap": runs[0]["overlap"], "ring_mb": runs[0]["ring_mb"], "date": time.strftime("%Y-%m-%d", time.gmtime()),
         }  # fmt: skip
         plain: dict[tuple[int, int], list[list[list[Any]]]] = {}
         for r in runs:
@@ -339,6 +340,7 @@ def main() -> int:
     measure.add_argument("--arm", choices=["none", "rotate"], required=True)
     measure.add_argument("--label", default="", help="name of the raw file beside the attention, default the arm")
     measure.add_argument("--raw", type=Path, required=True, help="folder of the raw files")
+    measure.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="of the rotation; the same for every run")
     measure.add_argument("--no-overlap", action="store_true")
     measure.add_argument("--profile", action="store_true", help="profile some cells instead of timing all")
     measure.add_argument("--seconds", type=float, default=1e9, help="begin no further cell after this time")

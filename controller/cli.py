@@ -56,6 +56,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("paths", nargs="+", type=Path, help="trace folders or segments")
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.set_defaults(run=_trace_info)
+    command = trace.add_parser("export", help="a trace as Parquet, CSV or JSON lines, for other programs")
+    command.add_argument("paths", nargs="+", type=Path, help="trace folders or segments")
+    command.add_argument("-o", dest="output", type=Path, required=True, metavar="FILE", help="what to write")
+    command.add_argument("--format", choices=["parquet", "csv", "jsonl"], help="default: what FILE ends in")
+    command.add_argument("--force", action="store_true", help="replace FILE if it is there")
+    command.set_defaults(run=_trace_export)
 
     command = commands.add_parser("replay", help="policies against each other on a simulated server, in virtual time")
     command.add_argument("--surface", default="h200-sglang", help="what steps cost; a wrong name lists them")
@@ -137,6 +143,22 @@ def _trace_info(options: argparse.Namespace, console: Console) -> int:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(info)).decode() + "\n")
     else:
         print_trace_info(info, console)
+    return 0
+
+
+def _trace_export(options: argparse.Namespace, console: Console) -> int:
+    from controller.trace_export import ExportError, export_trace
+    from controller.trace_info import print_trace_info
+    from controller.trace_reader import TraceError
+
+    try:
+        info = export_trace(options.paths, options.output, options.format, options.force)
+    except (ExportError, TraceError) as error:
+        sys.stderr.write(f"specpilot: {error}\n")
+        return FAILED
+    print_trace_info(info, console)
+    records = sum(server.records for server in info.values())
+    console.print(f"{options.output}: {records:,} records of {len(info)} servers", highlight=False, soft_wrap=True)
     return 0
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import msgspec
@@ -51,20 +52,25 @@ class ServerTrace(msgspec.Struct):
             self.faults.append(text)
 
 
-def trace_info(paths: Iterable[Path]) -> dict[str, ServerTrace]:
-    """Read all segments of ``paths`` once, one batch in memory at a time.
+Take = Callable[[str, Segment, Any], None]
+"""Is given every batch (``trace.SCHEMA``, not empty) with its server's name and its segment."""
+
+
+def trace_info(paths: Iterable[Path], take: Take | None = None) -> dict[str, ServerTrace]:
+    """Read all segments of ``paths`` once, one batch in memory at a time; ``take`` sees each.
 
     Keys are the servers' names, or their folders where two directories hold the same name.
     """
     groups = {folder: list(group) for folder, group in groupby(segments(paths), key=lambda path: path.parent)}
     names = Counter(folder.name for folder in groups)
-    return {
-        unquote(folder.name) if names[folder.name] == 1 else str(folder): _server_info(group)
-        for folder, group in groups.items()
-    }
+    found = {}
+    for folder, group in groups.items():
+        name = unquote(folder.name) if names[folder.name] == 1 else str(folder)
+        found[name] = _server_info(name, group, take)
+    return found
 
 
-def _server_info(paths: Sequence[Path]) -> ServerTrace:
+def _server_info(name: str, paths: Sequence[Path], take: Take | None) -> ServerTrace:
     info = ServerTrace(segments=len(paths))
     by_steps: Counter[int] = Counter()
     by_size: Counter[int] = Counter()
@@ -81,6 +87,8 @@ def _server_info(paths: Sequence[Path]) -> ServerTrace:
             for batch in segment:
                 if not batch.num_rows:
                     continue
+                if take is not None:
+                    take(name, segment, batch)
                 seqs, times = batch["record_seq"].to_numpy(), batch["time"].to_numpy()
                 before = np.concatenate(([seqs[0] - 1 if last_seq is None else last_seq], seqs[:-1]))
                 for row in np.flatnonzero(seqs > before + 1).tolist():

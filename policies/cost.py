@@ -163,7 +163,7 @@ class CostModel:
         self._previous_steps = steps
         if steps is None or before is None or not _follows(step, previous):
             return False
-        key = (steps, self._size(step.batch_size))
+        key = (steps, self.size(step.batch_size))
         cell = self._cells.get(key)
         if steps != before:
             if cell is None or not cell.n:
@@ -275,7 +275,7 @@ class CostModel:
         eager = not self._captured or size > self._captured[-1]
         return steps in self._candidates and (eager or size in self._captured)
 
-    def _size(self, batch_size: int) -> float:
+    def size(self, batch_size: int) -> float:
         """Return the captured size, or above the largest the middle of a sixteenth of an octave."""
         size = self._sizes.get(batch_size)
         if size is None:
@@ -298,7 +298,7 @@ class CostModel:
         """
         if not self._fitted:
             return np.full(len(steps), UNKNOWN_SECONDS), np.diag(np.full(len(steps), UNKNOWN_ERROR**2))
-        size, context = self._size(batch_size), batch_size * mean_context
+        size, context = self.size(batch_size), batch_size * mean_context
         design = self._designs.get((size, steps))
         if design is None:
             design = self._designs[size, steps] = stack([self._design(k, size) for k in steps])

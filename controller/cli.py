@@ -64,13 +64,19 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_trace_export)
 
     command = commands.add_parser("replay", help="policies against each other on a simulated server, in virtual time")
-    command.add_argument("--surface", default="h200-sglang", help="what steps cost; a wrong name lists them")
+    command.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="replay a recorded trace's own load")
+    command.add_argument("--server", help="whose part of the traces, by name or fingerprint, if they are of several")
+    command.add_argument(
+        "--surface", help="what steps cost (default: h200-sglang, or fitted to the trace); a wrong name lists them"
+    )
     command.add_argument("--arrivals", default="none", help="CSV file of requests (default: none, they are made up)")
-    command.add_argument("--load", type=float, default=1.0, help="1: what saturates the server without speculation")
+    command.add_argument("--load", type=float, help="1, the default: what saturates the server without speculation")
     command.add_argument("--concurrency", type=int, help="a closed loop of so many requests, instead of a load")
     command.add_argument("--policies", nargs="+", required=True, metavar="POLICY", help="such as none,static:3 sglang")
     command.add_argument("--seeds", type=int, default=1, help="runs of each policy")
-    command.add_argument("--seconds", type=float, default=300.0, help="of virtual time, each run")
+    command.add_argument(
+        "--seconds", type=float, help="of virtual time, each run (default: 300, or the trace's length)"
+    )
     command.add_argument("--workers", type=int, help="processes (default: one a core)")
     command.add_argument("--json", type=Path, help="write the figures of every run")
     command.add_argument("--report", type=Path, metavar="DIR", help="write replay.html there: tables and plots")
@@ -168,6 +174,8 @@ def _replay(options: argparse.Namespace, console: Console) -> int:
     request = Request(
         surface=options.surface,
         policies=options.policies,
+        traces=options.traces,
+        server=options.server,
         arrivals=None if options.arrivals == "none" else Path(options.arrivals),
         load=options.load,
         concurrency=options.concurrency,

@@ -269,7 +269,8 @@ def serve(policy: str, scenario: Scenario, make: Factory | None = None) -> Run:
             params = sglang_params(INITIAL_STEPS, surface.captured_batch_sizes)
             table_policy: TablePolicy = SGLangAdaptive(params, INITIAL_STEPS, clock.now)
         else:
-            table_policy = TablePolicy(settings, surface.steps, min(INITIAL_STEPS, surface.steps[-1]), clock.now)
+            initial = max((k for k in surface.steps if k <= INITIAL_STEPS), default=surface.steps[0])
+            table_policy = TablePolicy(settings, surface.steps, initial, clock.now)
         agent = InProcessAgent(settings, table_policy)
         server = SimServer(
             settings,

@@ -1,4 +1,8 @@
-"""``specpilot replay``: every policy with every seed on all cores, as a table, as JSON, as a page."""
+"""``specpilot replay``: every policy with every seed on all cores, as a table, as JSON, as a page.
+
+What is asked of the server comes from a file of requests, is made up, or is inferred from a trace
+(``replay_trace.py``).
+"""
 
 from __future__ import annotations
 
@@ -21,26 +25,36 @@ from rich.table import Table
 from controller.replay import GENERATED_REQUESTS, Scenario, at_rate, examine, saturation
 from controller.replay_judge import Course, Regret, Result
 from controller.replay_policies import ReplayError, parse_policy, split_policies
+from controller.replay_trace import Inferred, Outcome, infer
 from controller.surface import NamedSurface, load_surface
 from controller.workload import Arrival, ArrivalsError, generated_requests, read_arrivals
 
 FAILED = 1
+SURFACE = "h200-sglang"
+SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Request:
     """What is to be replayed, as the command line asks for it."""
 
-    surface: str
+    surface: str | None
+    """None: ``SURFACE``, or the one fitted to the traces."""
     policies: Sequence[str]
     """Separated by commas too."""
+    traces: Sequence[Path] = ()
+    """Their own load is replayed; no arrivals, load or concurrency then."""
+    server: str | None = None
+    """Whose part of the traces, where they are of several."""
     arrivals: Path | None = None
     """None: requests are made up, other ones for each seed."""
-    load: float = 1.0
+    load: float | None = None
+    """None: 1, where a load is asked for at all."""
     concurrency: int | None = None
     """Instead of a load."""
     seeds: int = 1
-    seconds: float = 300.0
+    seconds: float | None = None
+    """None: ``SECONDS``, or the whole trace."""
     workers: int | None = None
     """Processes; None: one a core."""
     json: Path | None = None
@@ -65,6 +79,12 @@ def replay(request: Request, console: Console) -> int:
     for policy in policies:
         parse_policy(policy)
     named, arrivals = _check(request)
+    inferred = None
+    if request.traces:
+        inferred = infer(request.traces, request.server)
+        named = _surface_of(inferred, named, policies)
+        _say(inferred, console)
+    assert named is not None
     try:
         write_report = _report_writer() if request.report is not None else None
     except ImportError as error:
@@ -78,31 +98,87 @@ def replay(request: Request, console: Console) -> int:
         Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
         workers(request.workers, request.seeds * len(policies)) as pool,
     ):
-        scenarios = _scenarios(request, named, arrivals, seeds, pool, progress)
+        if inferred is not None:
+            seconds = min(request.seconds or inferred.seconds, inferred.seconds)
+            scenarios = [inferred.scenario(named, seconds, seed) for seed in seeds]
+        else:
+            scenarios = _scenarios(request, named, arrivals, seeds, pool, progress)
         runs = [(policy, scenario) for scenario in scenarios for policy in policies]
         found = run_all(_examine, runs, pool, progress, "runs")
     results = [one.result for one in found]
     if request.json is not None:
-        request.json.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+        written = results if inferred is None else _outcome(inferred, named, results)
+        request.json.write_bytes(msgspec.json.format(msgspec.json.encode(written)) + b"\n")
     console.print(summary_table(results, policies))
     if write_report is not None and request.report is not None:
         console.print(f"report: {write_report(found, named, request.report)}")
     return 0
 
 
-def _check(request: Request) -> tuple[NamedSurface, list[Arrival] | None]:
-    """Return the surface and the arrivals of a file; ReplayError says what is wrong with the request."""
+def _surface_of(inferred: Inferred, named: NamedSurface | None, policies: Sequence[str]) -> NamedSurface:
+    """Return the surface that was named, else the one fitted to the trace; ReplayError where that is not enough."""
+    surface = named or inferred.fitted
+    if surface is None:
+        raise ReplayError(inferred.unfit)
+    if "none" in policies and not surface.plain.steps:
+        raise ReplayError(
+            f"the trace of {inferred.server} has too few steps without drafts to tell what a server without "
+            "speculation would do: leave out the policy 'none', or name a --surface"
+        )
+    return surface
+
+
+def _say(inferred: Inferred, console: Console) -> None:
+    """Tell what was inferred and what was left out."""
+    lines = [
+        f"{inferred.server}: {inferred.records:,} records, {inferred.seconds:,.0f} s, recorded "
+        f"{inferred.tokens_per_second:,.0f} tokens/s; what follows is model-based, from what was inferred:",
+        *(f"  {note}" for note in inferred.notes),
+    ]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for line in inferred.findings:
+        console.print(f"  {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def _outcome(inferred: Inferred, surface: NamedSurface, results: Sequence[Result]) -> Outcome:
+    return Outcome(
+        model_based=True,
+        server=inferred.server,
+        surface=surface.label,
+        records=inferred.records,
+        seconds=inferred.seconds,
+        requests=len(inferred.arrivals),
+        recorded_tokens_per_second=inferred.tokens_per_second,
+        inferred=list(inferred.notes),
+        findings=list(inferred.findings),
+        runs=list(results),
+    )
+
+
+def _check(request: Request) -> tuple[NamedSurface | None, list[Arrival] | None]:
+    """Return the surface and the arrivals of a file; ReplayError says what is wrong with the request.
+
+    Without a surface's name, a trace has None.
+    """
+    others = (request.arrivals, request.load, request.concurrency)
+    if request.traces and any(other is not None for other in others):
+        raise ReplayError("a trace is replayed under its own load: leave out --arrivals, --load and --concurrency")
+    if request.server is not None and not request.traces:
+        raise ReplayError("--server says whose part of a trace is replayed: name the trace")
+    amounts = (request.load, request.seconds)
     counts = [request.seeds, *(count for count in (request.concurrency, request.workers) if count is not None)]
-    finite = 0.0 < request.load < math.inf and 0.0 < request.seconds < math.inf
+    finite = all(0.0 < amount < math.inf for amount in amounts if amount is not None)
     if not finite or any(count <= 0 for count in counts):
         raise ReplayError("--load, --seconds, --seeds, --concurrency and --workers must be above 0")
+    surface = request.surface or (None if request.traces else SURFACE)
     if request.json is not None and not request.json.parent.is_dir():
         raise ReplayError(f"{request.json}: there is no folder {request.json.parent}")
     try:
         if request.report is not None:
             request.report.mkdir(parents=True, exist_ok=True)
         return (
-            load_surface(request.surface),
+            load_surface(surface) if surface is not None else None,
             read_arrivals(request.arrivals) if request.arrivals is not None else None,
         )
     except OSError as error:
@@ -127,15 +203,16 @@ def _scenarios(
     progress: Progress,
 ) -> list[Scenario]:
     requests = [from_file or generated_requests(GENERATED_REQUESTS, seed) for seed in seeds]
+    seconds, load = request.seconds or SECONDS, request.load or 1.0
     if request.concurrency is not None:
         return [
-            Scenario(surface, own, request.seconds, seed, concurrency=request.concurrency)
+            Scenario(surface, own, seconds, seed, concurrency=request.concurrency)
             for seed, own in zip(seeds, requests, strict=True)
         ]
     distinct = requests[:1] if from_file else requests
     saturated = run_all(saturation, [(surface, own) for own in distinct], pool, progress, "saturation")
     return [
-        Scenario(surface, at_rate(own, request.load * rate, request.seconds), request.seconds, seed, load=request.load)
+        Scenario(surface, at_rate(own, load * rate, seconds), seconds, seed, load=load)
         for seed, own, rate in zip(seeds, requests, saturated * (len(requests) // len(distinct)), strict=True)
     ]
 
@@ -198,7 +275,9 @@ def where_of(result: Result) -> str:
     >>> where_of(Result("none", "moe", None, 8, 1, 1.0, TimePerOutputToken(None, None), 1.0, 0.0, 0.0, 0.0, 0, 1))
     'closed loop, 8 at a time'
     """
-    return f"load {result.load:g}" if result.load is not None else f"closed loop, {result.concurrency} at a time"
+    if result.load is not None:
+        return f"load {result.load:g}"
+    return "the trace's own load" if result.concurrency is None else f"closed loop, {result.concurrency} at a time"
 
 
 def summary_table(results: Sequence[Result], policies: Sequence[str]) -> Table:

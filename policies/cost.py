@@ -169,7 +169,7 @@ class CostModel:
             if cell is None or not cell.n:
                 return False
             usual = math.exp(cell.at(step.context_tokens, 0.0)[0] + self._common.level)
-            self._extras[_kind(before, steps)].learn(step.seconds - usual, usual)
+            self._extras[switch_kind(before, steps)].learn(step.seconds - usual, usual)
             return True
         if cell is None:
             cell = self._cells[key] = Cell()
@@ -220,7 +220,7 @@ class CostModel:
         """Return what the first step after this switch takes longer, and the standard error, in seconds."""
         if from_steps == to_steps:
             return 0.0, 0.0
-        extra = self._extras[_kind(from_steps, to_steps)]
+        extra = self._extras[switch_kind(from_steps, to_steps)]
         deviation = extra.deviation or self._usual / 2.0 or UNKNOWN_SECONDS * UNKNOWN_ERROR
         # Mean absolute deviation of a Gaussian: sqrt(2/pi) standard deviations.
         return extra.mean, deviation * math.sqrt(math.pi / 2.0 / extra.n)
@@ -342,5 +342,6 @@ class CostModel:
             cell.set_slope()
 
 
-def _kind(from_steps: int, to_steps: int) -> str:
+def switch_kind(from_steps: int, to_steps: int) -> str:
+    """Return by which of three kinds switches are priced: from K=0, to K=0, or between others."""
     return "up" if from_steps == 0 else "down" if to_steps == 0 else "other"

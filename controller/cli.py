@@ -63,6 +63,17 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--force", action="store_true", help="replace FILE if it is there")
     command.set_defaults(run=_trace_export)
 
+    command = commands.add_parser("fit", help="a stored prior from traces, and how well it holds")
+    command.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="trace folders or segments")
+    command.add_argument(
+        "-o", dest="output", type=Path, required=True, metavar="FILE", help="of the prior; a folder: one by fingerprint"
+    )
+    command.add_argument("--engine", choices=["serial", "processes", "ray"], default="serial", help="what reads them")
+    command.add_argument("--workers", type=int, help="that read at a time (default: one a core)")
+    command.add_argument("--json", type=Path, help="write the report")
+    command.add_argument("--server", help="whose part of the traces, by name or fingerprint (default: all)")
+    command.set_defaults(run=_fit)
+
     command = commands.add_parser("replay", help="policies against each other on a simulated server, in virtual time")
     command.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="replay a recorded trace's own load")
     command.add_argument("--server", help="whose part of the traces, by name or fingerprint, if they are of several")
@@ -166,6 +177,25 @@ def _trace_export(options: argparse.Namespace, console: Console) -> int:
     records = sum(server.records for server in info.values())
     console.print(f"{options.output}: {records:,} records of {len(info)} servers", highlight=False, soft_wrap=True)
     return 0
+
+
+def _fit(options: argparse.Namespace, console: Console) -> int:
+    from controller.fit import Request, fit_command
+    from controller.trace_reader import TraceError
+
+    request = Request(
+        traces=options.traces,
+        output=options.output,
+        engine=options.engine,
+        workers=options.workers,
+        json=options.json,
+        server=options.server,
+    )
+    try:
+        return fit_command(request, console)
+    except TraceError as error:
+        sys.stderr.write(f"specpilot: {error}\n")
+        return FAILED
 
 
 def _replay(options: argparse.Namespace, console: Console) -> int:

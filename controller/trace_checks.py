@@ -28,7 +28,7 @@ from controller.trace_reader import Segment, TraceError, segments
 from policies.cost_prior import fingerprint
 from sglang_hooks.wire import MASKED, DecisionSource, ForwardKind, Hello
 
-CHUNK_ROWS, CHUNK_BYTES = 16384, 8 << 20
+CHUNK_ROWS, CHUNK_BYTES = 16384, 4 << 20
 """Record batches of a segment are put together up to so many: a live trace has one a second."""
 CLOCK_BACK_SECONDS, CLOCK_FORWARD_SECONDS = 0.1, 10.0
 """``time`` may pass by so much less than ``seconds`` says, or more: a step whose record failed lies between."""
@@ -151,9 +151,9 @@ class Ragged:
         return np.diff(self.offsets)
 
     @property
-    def owners(self) -> NDArray[np.int64]:
+    def owners(self) -> NDArray[np.int32]:
         """The row of each value."""
-        return np.repeat(np.arange(len(self.offsets) - 1), self.lengths)
+        return np.repeat(np.arange(len(self.offsets) - 1, dtype=np.int32), self.lengths)
 
 
 class Columns:
@@ -439,8 +439,7 @@ class SegmentReader:
             # Another process: how long the server was away is not known.
             passed = np.concatenate(([max(times[0] - self.not_before, -1e12)], passed))
             expected, adjacent = np.concatenate(([0.0], expected)), np.concatenate(([False], adjacent))
-        back = passed < expected - CLOCK_BACK_SECONDS
-        jumps = back | (adjacent & (passed > expected + CLOCK_FORWARD_SECONDS))
+        jumps = ~clock_fits(passed, expected, adjacent)
         if jumps.any():
             fine[places[jumps]] = False
             by_row = np.zeros(len(columns))
@@ -510,6 +509,15 @@ def _ordered_one_by_one(
         lost[i] = max(seq - before[0] - 1 - skipped, 0) if before is not None else 0
         before, skipped, wrong = (seq, step), 0, None
     return ordered, lost
+
+
+def clock_fits(passed: Any, expected: Any, adjacent: Any) -> Any:
+    """Return whether ``passed`` seconds can lie between two records; ``expected`` is what the later one says.
+
+    All may be arrays. ``adjacent``: no record is missing between the two.
+    """
+    back = passed < expected - CLOCK_BACK_SECONDS
+    return ~(back | (adjacent & (passed > expected + CLOCK_FORWARD_SECONDS)))
 
 
 _PLACE = ("record_seq", "step", "time", "seconds")

@@ -21,6 +21,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -304,12 +305,15 @@ class Outcome(msgspec.Struct, frozen=True):
     runs: list[Any]
 
 
-def infer(paths: Sequence[Path], server: str | None = None) -> Inferred:
-    """Read a trace once and infer what a replay needs; ReplayError says why it cannot be."""
+def infer(paths: Sequence[Path], server: str | None = None, limit: int | None = None) -> Inferred:
+    """Read a trace once and infer what a replay needs; ReplayError says why it cannot be.
+
+    ``limit``: only of its first so many records.
+    """
     findings = Findings()
     try:
         source = only(chosen(survey(paths, findings), server))
-        return _Inference(source.server, source.hello).run(_rows(source, findings), findings, source)
+        return _Inference(source.server, source.hello).run(islice(_rows(source, findings), limit), findings, source)
     except TraceError as error:
         raise ReplayError(str(error)) from error
 

@@ -97,6 +97,26 @@ class PriorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Time between two writes; one more when the controller stops."""
 
 
+class SwitchbackConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[switchback]``: what the policy gains, measured against the fallback; off with ``share = 0``."""
+
+    share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """Of the time spent in pairs of blocks, half of it with the fallback in force."""
+    block_seconds: Seconds = 60.0
+    """Length of a block."""
+    washout_seconds: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 5.0
+    """The first part of each block, which does not count."""
+    retry_seconds: Seconds = 21_600.0
+    """A policy that was losing is tried again after this time."""
+
+    def __post_init__(self) -> None:
+        if self.washout_seconds >= self.block_seconds:
+            raise ValueError(
+                f"washout_seconds = {self.washout_seconds:g} must be smaller than block_seconds = "
+                f"{self.block_seconds:g}"
+            )
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole file."""
 
@@ -104,6 +124,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: StaticPolicy | ThresholdPolicy | GoodputPolicy = ThresholdPolicy()
     trace: TraceConfig = TraceConfig()
     prior: PriorConfig = PriorConfig()
+    switchback: SwitchbackConfig = SwitchbackConfig()
 
     def __post_init__(self) -> None:
         endpoint = self.controller.endpoint

@@ -1,6 +1,7 @@
 """What was learned of a server, kept on disk: a controller that restarts begins where it was.
 
-One JSON file per fingerprint (hardware, models, version, graphs: ``policies.cost_prior.fingerprint``).
+One JSON file per fingerprint (hardware, models, version, graphs: ``policies.cost_prior.fingerprint``),
+and one per server of what its switchback has measured (``switchback.py``).
 A file that cannot be read, or says nonsense, is worth a note in the log and in ``status``, never
 an error: the policy then learns from nothing, as it would without.
 """
@@ -16,6 +17,8 @@ from typing import Any
 import msgspec
 
 from controller.config import ConfigError
+from controller.switchback import Stored
+from controller.trace import folder_name
 from policies.cost_prior import fingerprint
 from sglang_hooks.wire import Hello
 
@@ -60,12 +63,34 @@ class PriorStore:
 
     def save(self, server: Hello, prior: dict[str, Any]) -> None:
         """Replace the file of this server in one step: a crash leaves the old one or the new one."""
-        path = self.path(server)
+        self._write(self.path(server), prior)
+
+    def load_switchback(self, server_key: str) -> Stored | None:
+        """Return what a server's switchback had measured; None if there is nothing that can be read."""
+        path = self._switchback_path(server_key)
+        try:
+            if path.stat().st_size > MAX_BYTES:
+                raise ValueError(f"it is larger than {MAX_BYTES >> 20} MB")
+            return msgspec.json.decode(path.read_bytes(), type=Stored)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            logger.warning("%s is not used: %s. It will be written anew", path, error)
+            return None
+
+    def save_switchback(self, server_key: str, stored: Stored) -> None:
+        """Replace the file of this server's switchback in one step."""
+        self._write(self._switchback_path(server_key), stored)
+
+    def _switchback_path(self, server_key: str) -> Path:
+        return self._directory / f"{folder_name(server_key)}.switchback.json"
+
+    def _write(self, path: Path, content: object) -> None:
         temporary = None
         try:
             with tempfile.NamedTemporaryFile(dir=self._directory, prefix=".prior-", delete=False) as file:
                 temporary = file.name
-                file.write(msgspec.json.format(msgspec.json.encode(prior)) + b"\n")
+                file.write(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
             os.replace(temporary, path)
             temporary = None
             self.error = ""

@@ -24,6 +24,7 @@ from controller.endpoint import Endpoint
 from controller.pace import Pace
 from controller.priors import PriorStore
 from controller.status import ControllerStatus, ServerStatus
+from controller.switchback import Arm, Switchback, fallback_plan
 from controller.trace import TraceWriter, check_directory
 from policies.cost_prior import fingerprint
 from policies.interface import Plan, Policy, PolicyError
@@ -77,17 +78,23 @@ class Stranger:
 class Session:
     """One server: what it said, what was learned for it, and the table it should hold."""
 
-    def __init__(self, key: str, policy: Policy, pace: Pace, trace: TraceWriter | None) -> None:
+    def __init__(
+        self, key: str, policy: Policy, pace: Pace, trace: TraceWriter | None, clock: Callable[[], float]
+    ) -> None:
         self.key = key
         self.policy = policy
         self.pace = pace
         self.trace = trace
+        self.switchback: Switchback | None = None
+        self._clock = clock
         self.hello: Hello | None = None
         self.address = b""
         self.state: HookState | None = None
         self.heard_at = 0.0
         self.epoch = 0
         self.plan: Plan | None = None
+        self.decider = policy.name
+        """Whose plan that is: the policy, or the fallback in a block of the switchback."""
         self.tables: dict[int, tuple[DecisionTable, str, float]] = {}
         self.pushed_at = 0.0
         self.repush_seconds = REPUSH_SECONDS
@@ -106,12 +113,15 @@ class Session:
 
     def learn(self, batch: StepBatch) -> None:
         """Take in a batch of records: count what is missing, log, learn."""
+        now = self._clock()
         for record in batch.records:
             if self.next_seq is not None and record.record_seq > self.next_seq:
                 self.records_lost += record.record_seq - self.next_seq
             self.next_seq = record.record_seq + 1
             if not self.failed:
                 self._learn(record)
+                if self.switchback is not None:
+                    self.switchback.learn(record, now)
             live = [n for n in record.accepted_drafts if n != MASKED]
             # Time with a prefill or an idle spell in it says nothing about decoding.
             back_to_back = record.forwards == 1 and not record.after_idle
@@ -156,6 +166,7 @@ class Session:
         table, reason, decided_at = self.tables.get(state.epoch if state is not None else 0, (None, "", now))
         busy = sum(seconds for seconds, _, _ in self.recent)
         steps = Counter(k for _, _, k in self.recent)
+        switchback = self.switchback.status(now) if self.switchback is not None else None
         return ServerStatus(
             server=self.key,
             model=hello.model,
@@ -188,20 +199,30 @@ class Session:
                         state.halt_reason if state else "",
                         self.policy_error,
                         self.policy_note,
+                        f"the policy is out of force: {switchback.text}"
+                        if switchback and switchback.off_seconds
+                        else "",
                         self.conflict(now),
                     ),
                 )
             ),
+            switchback=switchback,
         )
 
 
 class Service:
     """The running controller; ``run`` returns after ``stop`` was called."""
 
-    def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: Config,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
         """Check the trace directory and bind the socket; ConfigError says what is in the way."""
         self._config = config
         self._clock = clock
+        self._wall_clock = wall_clock
         self._started_at = clock()
         self._trace_directory = Path(config.trace.directory) if config.trace.directory else None
         self._endpoint = Endpoint(config.controller.endpoint or default_endpoint())
@@ -212,7 +233,7 @@ class Service:
                 self._endpoint.close()
                 raise
         self._priors: PriorStore | None = None
-        if config.prior.directory and isinstance(config.policy, GoodputPolicy):
+        if config.prior.directory and (isinstance(config.policy, GoodputPolicy) or config.switchback.share):
             try:
                 self._priors = PriorStore(Path(config.prior.directory))
             except ConfigError:
@@ -255,9 +276,14 @@ class Service:
                 except zmq.Again:
                     break
                 self._receive(frames)
+        self._tend()
+
+    def _tend(self) -> None:
+        """Do what time demands."""
         now = self._clock()
         for session in list(self._sessions.values()):
-            if session.pace.due(now, session.policy.urgent):
+            turning = session.switchback is not None and session.switchback.due(now)
+            if session.pace.due(now, session.policy.urgent) or turning:
                 self._decide(session, now)
             if now - session.saved_at >= self._config.prior.save_seconds:
                 self._save_prior(session)
@@ -320,7 +346,7 @@ class Service:
             if self._trace_directory is not None:
                 trace = TraceWriter(self._trace_directory, key, hello, self._config.trace)
             pace = Pace(self._config.controller.decide_seconds)
-            session = self._sessions[key] = Session(key, self._policy_for(hello), pace, trace)
+            session = self._sessions[key] = Session(key, self._policy_for(hello), pace, trace, self._clock)
             session.saved_at = now
             logger.info(
                 "%s connected: %s on %s, candidate steps %s",
@@ -346,6 +372,8 @@ class Service:
         if session.trace is not None:
             session.trace.update_hello(hello)
         changed = session.hello is None or session.hello.instance != hello.instance
+        if changed:
+            self._set_up_switchback(session, hello, now)
         session.hello = hello
         for message in self._strangers.pop(address, Stranger()).held:
             if isinstance(message, StepBatch):
@@ -400,11 +428,48 @@ class Service:
         if note != session.policy_note:
             session.policy_note = note
             logger.warning("%s: %s", session.key, note or "what was noted is over")
+        session.decider = session.policy.name
+        # The policy has decided all the same: it goes on learning, and its budgets with it.
+        if session.switchback is not None and session.switchback.arm(now) is Arm.FALLBACK:
+            session.decider, plan = "fallback", fallback_plan(hello)
         if plan != session.plan:
             self._push(session, plan, now)
         else:
             table, _, decided_at = session.tables[session.epoch]
             session.tables[session.epoch] = table, plan.reason, decided_at
+        if session.switchback is not None:
+            self._note_switchback(session, session.switchback, now)
+
+    def _set_up_switchback(self, session: Session, hello: Hello, now: float) -> None:
+        """Begin to measure, or go on after a restart of the controller or of the server."""
+        old = session.hello
+        if not self._config.switchback.share or hello.mode != "control":
+            session.switchback = None  # in shadow mode the fallback is in force whoever decides
+            return
+        identity = self._switchback_identity(hello)
+        if session.switchback is not None and old is not None and self._switchback_identity(old) == identity:
+            session.switchback.interrupted(now)
+            return
+        session.switchback = Switchback(self._config.switchback, hello, session.seed, now)
+        stored = self._priors.load_switchback(session.key) if self._priors is not None else None
+        if stored is not None and stored.identity == identity:
+            session.switchback.resume(stored, now, self._wall_clock())
+
+    def _switchback_identity(self, hello: Hello) -> str:
+        """Return what a measurement is of: another policy, fallback or machine is another experiment."""
+        policy = msgspec.json.encode(self._config.policy).decode()
+        return f"{fingerprint(hello)} fallback {hello.fallback_steps} policy {policy}"
+
+    def _note_switchback(self, session: Session, switchback: Switchback, now: float) -> None:
+        switchback.decided(session.epoch)
+        if switchback.news:
+            logger.warning("%s: %s", session.key, switchback.news)
+            switchback.news = ""
+        if switchback.changed:
+            switchback.changed = False
+            if self._priors is not None and session.hello is not None:
+                identity = self._switchback_identity(session.hello)
+                self._priors.save_switchback(session.key, switchback.stored(identity, now, self._wall_clock()))
 
     def _policy_for(self, hello: Hello) -> Policy:
         return self._config.policy.build(self._priors.load(hello) if self._priors is not None else None)
@@ -426,7 +491,7 @@ class Service:
         session.epoch += 1
         session.plan = plan
         session.pushed_at = session.leased_at = now
-        table = plan.table(session.epoch, self._config.controller.lease_seconds, session.policy.name, session.seed)
+        table = plan.table(session.epoch, self._config.controller.lease_seconds, session.decider, session.seed)
         session.tables[session.epoch] = (table, plan.reason, now)
         while len(session.tables) > 8:
             del session.tables[next(iter(session.tables))]

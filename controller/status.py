@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from controller.endpoint import socket_path
+from controller.switchback import SwitchbackStatus
 from sglang_hooks.wire import (
     DecisionSource,
     DecisionTable,
@@ -62,6 +63,8 @@ class ServerStatus(msgspec.Struct, frozen=True):
     """The hooks' own counters, see docs/operations.md."""
     note: str
     """What an operator should look at; empty if nothing."""
+    switchback: SwitchbackStatus | None = None
+    """What the policy gains, measured; None without a switchback."""
 
 
 class ControllerStatus(msgspec.Struct, frozen=True):
@@ -174,6 +177,8 @@ def _print_server(server: ServerStatus, console: Console) -> None:
     share = ", ".join(f"K={k} {100 * part:.0f} %" for k, part in server.share_by_steps.items()) or "no steps yet"
     grid.add_row("steps", f"now K={server.steps} of {server.candidate_steps}; {share}")
     grid.add_row("tokens/s", f"{server.tokens_per_second:,.0f}")
+    if server.switchback is not None:
+        grid.add_row("gain", server.switchback.text)
     lost = f", [red]{server.records_lost:,} lost[/]" if server.records_lost else ""
     grid.add_row("records", f"{server.records:,}{lost}")
     bad = {name: n for name, n in server.counters.items() if n and name != "tables_received"}

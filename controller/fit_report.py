@@ -164,7 +164,7 @@ def _cells(cells: Sequence[CellQuality]) -> Table:
 
 
 def _switches(switches: Sequence[SwitchQuality]) -> Table:
-    table = Table(title="what a first step after a switch takes longer", title_justify="left")
+    table = Table(title="what switching costs", title_justify="left")
     for head in ("kind", "switches", "seconds", "deviation"):
         table.add_column(head, justify="right")
     for switch in switches:

@@ -1,0 +1,162 @@
+"""Cold starts from a prior that was fitted to half a trace, on the other half.
+
+    python benchmarks/fit_warm_start.py --seeds 10 --out fit_warm_start.json
+
+On each surface a server runs under the learned policy with moving acceptance at each concurrency in
+turn, and its trace is cut in two by its records. To the first half, all concurrencies together, a
+prior is fitted. Then the second half of each run is served again, the same requests from where the
+first half had come to and the acceptance path as it goes on, by policies that know nothing of it:
+without a prior, and with the fitted one. A figure is the number of steps until the share of the
+best K, which informed-greedy has by definition, is 0.95 to stay (``Judged.steps_to_95``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fit_scale import Recorded
+from rich.console import Console
+
+from controller.fit import read_fleet
+from controller.fit_models import fit
+from controller.replay import GENERATED_REQUESTS, Scenario, serve
+from controller.replay_judge import Judged
+from controller.surface import load_surface
+from controller.trace_checks import Findings, survey
+from controller.workload import Phase, acceptance_path, generated_requests
+from policies.goodput import Goodput
+from policies.interface import Policy
+from policies.peers import Truth
+from sglang_hooks.wire import Hello, StepRecord
+
+SURFACES = ("h200-sglang", "h200-native-skip", "h200-triton", "moe", "context")
+CONCURRENCIES = (1, 8, 32, 128)
+SECONDS = 240.0
+"""Of each run, virtual: four drawings of the acceptance, two in each half."""
+JUDGED_STEPS = 700
+"""Of a cold start: those asked for, and as long as an answer must last."""
+
+
+class FirstHalf(Recorded):
+    """Writes down what comes before the middle of the run."""
+
+    def learn(self, step: StepRecord) -> None:
+        if step.time < SECONDS / 2.0:
+            super().learn(step)
+        else:
+            Goodput.learn(self, step)
+
+
+def scenario(surface: str, concurrency: int, seed: int) -> Scenario:
+    requests = generated_requests(GENERATED_REQUESTS, seed)
+    return Scenario(load_surface(surface), requests, SECONDS, seed, concurrency=concurrency)
+
+
+def second_half(surface: str, concurrency: int, seed: int, served: int) -> Scenario:
+    """The same run from its middle on: ``served`` requests have ended, and acceptance goes on as it was drawn."""
+    requests = generated_requests(GENERATED_REQUESTS, seed)
+    begin = served % len(requests)
+    middle = SECONDS / 2.0
+    path = acceptance_path(SECONDS, seed)
+    current = max((phase for phase in path if phase.start <= middle), key=lambda phase: phase.start)
+    later = [Phase(phase.start - middle, phase.name, phase.acceptance) for phase in path if phase.start > middle]
+    phases = [Phase(0.0, current.name, current.acceptance), *later]
+    return Scenario(
+        load_surface(surface),
+        [*requests[begin:], *requests[:begin]],
+        middle,
+        seed,
+        concurrency=concurrency,
+        acceptance=phases,
+        steps=JUDGED_STEPS,
+    )
+
+
+def fitted_prior(surface: str, seed: int) -> tuple[dict[str, Any], dict[int, int], dict[str, Any]]:
+    """Return the prior of the first halves, the requests served in each, and how good the fit is."""
+    served = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for concurrency in CONCURRENCIES:
+            made: list[FirstHalf] = []
+            folder = Path(directory, str(concurrency))
+
+            def make(hello: Hello, _truth: Truth, made: list[FirstHalf] = made, folder: Path = folder) -> Policy:
+                made.append(FirstHalf(folder, hello))
+                return made[0]
+
+            run = serve("goodput", scenario(surface, concurrency, seed), make)
+            made[0].writer.close()
+            served[concurrency] = sum(at <= SECONDS / 2.0 for at in run.ended_at)
+        findings = Findings()
+        sources = survey([Path(directory, str(concurrency)) for concurrency in CONCURRENCIES], findings)
+        part = read_fleet(sources, "serial", None, Console(file=sys.stderr))
+        fitted = fit(part, sources[0].hello)
+    assert not findings.counts
+    assert not part.findings.counts, part.findings.lines()
+    errors = [cell.prior_error for cell in fitted.cells if cell.prior_error is not None]
+    return fitted.prior, served, {"records": part.findings.rows, "prior_error": float(np.median(errors))}
+
+
+def cases(surface: str, seed: int) -> list[dict[str, Any]]:
+    prior, served, quality = fitted_prior(surface, seed)
+    rows = []
+    for concurrency in CONCURRENCIES:
+        again = second_half(surface, concurrency, seed, served[concurrency])
+        row = {"surface": surface, "concurrency": concurrency, "seed": seed, **quality}
+        for name, known in (("none", None), ("fitted", prior)):
+            run = serve("goodput", again, lambda _hello, _truth, known=known: Goodput(prior=known))
+            judged = Judged.of(run.decodes, again.surface.speculating)
+            row[name] = judged.steps_to_95()
+            first = judged.between(0, 150)
+            row[f"{name}_share_of_first_150"] = float(first.expected.sum() / first.best.sum())
+        rows.append(row)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--surfaces", nargs="+", choices=SURFACES, default=SURFACES, metavar="NAME")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    jobs = [(surface, seed) for surface in options.surfaces for seed in range(options.seeds)]
+    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+        rows = [row for found in pool.map(cases, *zip(*jobs, strict=True)) for row in found]
+    summary = {}
+    for name in ("none", "fitted"):
+        steps = [row[name] if row[name] is not None else JUDGED_STEPS for row in rows]
+        summary[name] = {
+            "runs": len(rows),
+            "within_150": sum(count <= 150 for count in steps) / len(steps),
+            "median": float(np.median(steps)),
+            "p95": float(np.quantile(steps, 0.95)),
+            "most": max(steps),
+            "share_of_first_150": float(np.mean([row[f"{name}_share_of_first_150"] for row in rows])),
+        }
+        print(name, json.dumps(summary[name]))
+    if options.out is not None:
+        found = {
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "summary": summary,
+            "runs": rows,
+        }
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,6 +14,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -53,6 +54,8 @@ class Request:
 
 def fit_command(request: Request, console: Console) -> int:
     """Fit, write and report; TraceError or ConfigError says what is in the way."""
+    if request.workers is not None and request.workers < 1:
+        raise ConfigError(f"--workers {request.workers}: at least one is needed")
     findings = Findings()
     sources = chosen(survey(request.traces, findings), request.server)
     fleets = [list(fleet) for _, fleet in groupby(sorted(sources, key=_order), key=lambda source: source.fingerprint)]
@@ -138,6 +141,10 @@ def _engine(name: str, workers: int | None, segments: int) -> Iterator[Engine]:
         pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"))
         try:
             yield lambda paths: _ahead(paths, 2 * count, lambda path: pool.submit(read_segment, path).result)
+        except BrokenProcessPool as error:
+            raise ConfigError(
+                f"a process that reads traces was killed, for want of memory perhaps: give fewer --workers than {count}"
+            ) from error
         finally:
             pool.shutdown(cancel_futures=True)
     else:
@@ -145,7 +152,11 @@ def _engine(name: str, workers: int | None, segments: int) -> Iterator[Engine]:
         started = not ray.is_initialized()
         if started:
             # A cluster named by RAY_ADDRESS, or a local one for as long as this takes.
-            ray.init(logging_level="warning", log_to_driver=False)
+            try:
+                ray.init(logging_level="warning", log_to_driver=False)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                where = os.environ.get("RAY_ADDRESS", "") or "of this machine"
+                raise ConfigError(f"the Ray cluster {where} cannot be used: {error}") from error
         try:
             remote = ray.remote(read_segment)
             count = max(int(ray.cluster_resources().get("CPU", 1)), 1) if workers is None else workers
@@ -159,10 +170,11 @@ def _getter(ray: Any, reference: Any) -> Callable[[], SegmentPart]:
     def get() -> SegmentPart:
         try:
             part: SegmentPart = ray.get(reference)
-        except ray.exceptions.RayTaskError as error:
+        except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", error)
             raise TraceError(
-                f"a worker of the Ray cluster failed: {error.cause}. Every node needs this version of specpilot, and "
-                "the traces under the same path"
+                f"a worker of the Ray cluster failed: {cause}. Every node needs this version of specpilot, and the "
+                "traces under the same path"
             ) from error
         return part
 

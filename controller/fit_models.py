@@ -15,6 +15,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -161,16 +162,17 @@ def fit(part: Part, hello: Hello) -> Fitted:
     """
     huber = _huber()
     records = _Records(part)
-    lines = _lines(records, huber)
+    with _one_thread():
+        lines = _lines(records, huber)
+        folds = [_lines(records, huber, without=fold) for fold in range(FOLDS)]
     if not lines:
         why = "; ".join(f"{count:,}: {reason}" for reason, count in part.reasons.most_common() if count)
         raise ConfigError(
             f"no step time can be learned from these traces: {part.used:,} records tell a step's own time, and at "
             f"least {FIRST} of one K and batch size are needed. Of the others: {why or 'there are none'}"
         )
-    folds = [_lines(records, huber, without=fold) for fold in range(FOLDS)]
     starts = [CostModel(hello, _costs(hello, of_fold, records)) for of_fold in folds]
-    depth = max(*hello.candidate_steps, 1)
+    depth = max(1, *hello.candidate_steps, *(steps for steps, _, _ in records.tables))
     trials, passed = (counts.astype(np.float64) for counts in _trials(records.tables, depth))
     scale = min(1.0, MOST_TRIALS / max(float(trials.max()), 1.0))
     acceptance = {"trials": (scale * trials).tolist(), "passed": (scale * passed).tolist()}
@@ -213,6 +215,14 @@ def _huber() -> Callable[[Array, Array], tuple[float, float]]:
         return float(line.intercept_), float(line.coef_[0])
 
     return fitted
+
+
+def _one_thread() -> AbstractContextManager[object]:
+    """Keep linear algebra to one thread: for two columns, more of them take twenty times as long on a busy machine."""
+    from threadpoolctl import threadpool_limits  # of scikit-learn
+
+    limits: AbstractContextManager[object] = threadpool_limits(1)
+    return limits
 
 
 def _lines(

@@ -377,6 +377,25 @@ def test_a_place_that_cannot_be_written_is_named_before_anything_is_read(
     assert f"{report} cannot be written: No such file or directory" in capsys.readouterr().err
 
 
+def test_workers_that_cannot_be_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, "-o", tmp_path / "prior.json", "--engine", "processes", "--workers", 0) == 2
+    assert "--workers 0: at least one is needed" in capsys.readouterr().err
+
+
+def test_a_ray_cluster_that_is_not_there_is_named(
+    pieces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'specpilot[ray]'")
+
+    def init(**_options: object) -> None:
+        raise ConnectionError("nobody answers")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert run(pieces, "-o", tmp_path / "prior.json", "--engine", "ray") == 2
+    assert "the Ray cluster 10.0.0.1:6379 cannot be used: nobody answers" in capsys.readouterr().err
+
+
 def test_a_request_from_python(tmp_path: Path) -> None:
     write(tmp_path, steady(400, 14, sizes=[8]), **OF_SERVER)
     assert fit_command(Request([tmp_path], tmp_path / "prior.json"), QUIET) == 0

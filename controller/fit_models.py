@@ -250,7 +250,7 @@ def _line(seconds: Array, context: Array, huber: Callable[[Array, Array], tuple[
         deviation = 0.0
     errors = logs - level - np.log(np.maximum(1.0 + slope * (context - mean), LEAST_LINE))
     bound = CLIP * max(_robust_deviation(errors), LEAST_SPREAD)
-    spread = math.sqrt(float(np.mean(np.clip(errors, -bound, bound) ** 2)))
+    spread = max(math.sqrt(float(np.mean(np.clip(errors, -bound, bound) ** 2))), LEAST_SPREAD)
     return Line(level, slope, mean, spread, deviation**2, len(seconds))
 
 

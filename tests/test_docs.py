@@ -192,3 +192,13 @@ def test_live_figures() -> None:
         ]
         for run in runs
     ]
+
+
+def test_figures_of_the_fit() -> None:
+    documented = rows(section("offline.md", "What it costs"))
+    measured = json.loads((ROOT / "benchmarks/fit_scale.json").read_text())
+    assert documented == [
+        [f"{fit['steps']:,}", f"{fit['trace_mb']:,}", str(fit["seconds"]), str(fit["memory_mb"])]
+        for fit in measured["fits"]
+    ]
+    assert f"mean batch of {measured['mean_batch']}" in (DOCS / "offline.md").read_text()

@@ -187,6 +187,19 @@ def test_lines_are_finite_and_near_whatever_the_records(
     assert seconds.min() * 0.5 <= predicted.mean() <= seconds.max() * 2.0
 
 
+def test_steps_without_any_noise_are_within_their_interval(tmp_path: Path) -> None:
+    write(tmp_path, [record(record_seq=n, step=n, time=1e9 + 0.01 * n, steps=0, draft_tokens=1, accepted_drafts=[0, 0])
+                     for n in range(600)])  # fmt: skip
+    found = fitted(tmp_path)
+    (cell,) = found.cells
+    assert (cell.coverage, cell.slope_per_1000_tokens) == (1.0, 0.0)
+    assert cell.seconds == pytest.approx(0.01)
+    # Nothing but K=0: nothing is known of the drafts.
+    assert (found.bands, found.switches) == ([], [])
+    assert found.prior["acceptance"] == {"trials": [0.0] * 3, "passed": [0.0] * 3}
+    assert Goodput(found.prior).decide(hello(), 0.0).choice
+
+
 # -- a start within 150 steps --
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from controller.replay import Scenario
+from controller.replay import KV_TOKENS, Scenario
 from controller.replay_policies import ReplayError
 from controller.surface import (
     PREFILL_BASE_SECONDS,
@@ -52,6 +52,8 @@ ARM_STEPS = 64
 IDLE_SECONDS = 60.0
 """Longer gaps between steps are cut to this: nothing can be told apart by how long nothing happened."""
 CONTEXTS = (64.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0, 131072.0)
+SLACK_TOKENS = 64
+"""Of a request's KV cache are kept free for the drafts of two steps, of any surface's K."""
 LEAST_PREFILLS = 16
 """From so many steps with one prefill before them on, their excess tells what prefills cost."""
 
@@ -178,16 +180,15 @@ class _Requests:
         return max((self.context_tokens - self.generated_tokens) / self.prompt_tokens, 1.0)
 
     def arrivals(self, factor: float, longest: int) -> list[Arrival]:
-        """Return the requests by arrival, none of more than ``longest`` tokens of KV cache (0: no limit)."""
+        """Return the requests by arrival, none of more than ``longest`` tokens of context."""
         found = []
         for at, length in zip(self.arrived, self.lengths, strict=False):
             assert length is not None
             prompt, output, prefilled = length
             prompt = round(prompt * factor) if prefilled else prompt
             output = max(output, 2)
-            if longest:
-                output = min(output, max(longest // 2, 2))
-                prompt = max(min(prompt, longest - output), 1)
+            output = min(output, max(longest // 2, 2))
+            prompt = max(min(prompt, longest - output), 1)
             found.append(Arrival(at, prompt, output))
         return found
 
@@ -197,7 +198,6 @@ class _Acceptance:
 
     def __init__(self) -> None:
         self.phases: list[Phase] = []
-        self.empty_seconds = 0.0
         self.by_position: list[list[int]] = []
         self._begin = 0.0
         self._trials = self._passed = 0
@@ -284,7 +284,7 @@ class Inferred:
                 self.hello.max_running_requests or surface.speculating.captured_batch_sizes[-1],
                 surface.speculating.captured_batch_sizes[-1],
             ),
-            kv_tokens=self.hello.kv_tokens,
+            kv_tokens=_kv_tokens(self.hello),
             resume_seconds=self.resume_seconds if surface is self.fitted else 0.0,
         )
 
@@ -303,6 +303,11 @@ class Outcome(msgspec.Struct, frozen=True):
     inferred: list[str]
     findings: list[str]
     runs: list[Any]
+
+
+def _kv_tokens(hello: Hello) -> int:
+    """Return the room for context; a server that does not say what it has is taken for one that has enough."""
+    return hello.kv_tokens or KV_TOKENS
 
 
 def infer(paths: Sequence[Path], server: str | None = None, limit: int | None = None) -> Inferred:
@@ -393,8 +398,7 @@ class _Inference:
 
     def _inferred(self, seconds: float, count: int, findings: Findings) -> Inferred:
         factor = self._requests.context_factor()
-        slack = 2 * (max(self._hello.candidate_steps) + 1)
-        longest = max(self._hello.kv_tokens - slack, 4) if self._hello.kv_tokens else 0
+        longest = max(_kv_tokens(self._hello) - SLACK_TOKENS, 4)
         arrivals = self._requests.arrivals(factor, longest)
         path = self._acceptance.path()
         if not path:

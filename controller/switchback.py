@@ -86,10 +86,13 @@ class SwitchbackStatus(msgspec.Struct, frozen=True):
         """Return it in one line."""
         if self.measured is None:
             return f"not known yet: {self.pairs} of {self.pairs_needed} pairs of blocks measured"
-        text = f"{describe(self.measured)} against the fallback K={self.fallback_steps}, {self.pairs} pairs of blocks"
+        against = f"against the fallback K={self.fallback_steps}, {self.pairs} pairs of blocks"
         if self.off_seconds:
-            return f"{text}; the fallback is in force, the policy is tried again in {_hours(self.off_seconds)}"
-        return text if _differs(self.measured) else f"{text}: no difference is shown"
+            again = f"the fallback is in force, the policy is tried again in {_hours(self.off_seconds)}"
+            return f"{describe(self.measured)} {against}; {again}"
+        if not _differs(self.measured):
+            return f"no difference shown, {100 * self.measured.gain:+.1f} % {_interval(self.measured)} {against}"
+        return f"{describe(self.measured)} {against}"
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -365,7 +368,11 @@ def describe(measured: Measured) -> str:
     ('losing 5.1 % (-7.2 … -3.0)', 'gaining 12.3 % (8.1 … 16.6)')
     """
     word = "losing" if measured.gain < 0.0 else "gaining"
-    return f"{word} {100 * abs(measured.gain):.1f} % ({100 * measured.low:.1f} … {100 * measured.high:.1f})"
+    return f"{word} {100 * abs(measured.gain):.1f} % {_interval(measured)}"
+
+
+def _interval(measured: Measured) -> str:
+    return f"({100 * measured.low:.1f} … {100 * measured.high:.1f})"
 
 
 def _differs(measured: Measured) -> bool:

@@ -215,7 +215,8 @@ def test_what_a_trace_cannot_tell_is_refused_with_the_reason(
     ):
         assert main(["replay", *arguments, "--policies", "static:3", "--workers", "1"]) == 2
         assert says in capsys.readouterr().err
-    # With a surface from elsewhere, one K is enough.
+    # With a surface from elsewhere, one K is enough; and a server need not say how much KV cache it has.
+    write(tmp_path / "one", [record(record_seq=300, step=301, time=1e9 + 300, seconds=0.01)], kv_tokens=0)
     assert main(["replay", folder, "--policies", "static:3", "--surface", "moe", "--workers", "1"]) == 0
 
 

@@ -365,7 +365,7 @@ def test_a_tie_is_no_gain_and_no_loss(rig: Callable[..., Rig]) -> None:
     assert shown.pairs >= 20
     assert shown.measured is not None
     assert shown.measured.low < 0.0 < shown.measured.high
-    assert shown.text.endswith("no difference is shown")
+    assert shown.text.startswith(f"no difference shown, {100 * shown.measured.gain:+.1f} % (")
     assert shown.off_seconds == 0.0
     # Equal tables are not sent again at every block.
     assert len([message for _, message in one.sent if isinstance(message, DecisionTable)]) == 1

@@ -74,6 +74,13 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--server", help="whose part of the traces, by name or fingerprint (default: all)")
     command.set_defaults(run=_fit)
 
+    command = commands.add_parser("fit-neural", help="a net for the policy neural from traces; needs torch")
+    command.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="trace folders or segments")
+    command.add_argument("-o", dest="output", type=Path, required=True, metavar="FILE", help="of the model")
+    command.add_argument("--server", help="whose part of the traces, by name or fingerprint, if they are of several")
+    command.add_argument("--json", type=Path, help="write the report")
+    command.set_defaults(run=_fit_neural)
+
     command = commands.add_parser("replay", help="policies against each other on a simulated server, in virtual time")
     command.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="replay a recorded trace's own load")
     command.add_argument("--server", help="whose part of the traces, by name or fingerprint, if they are of several")
@@ -196,6 +203,12 @@ def _fit(options: argparse.Namespace, console: Console) -> int:
     except TraceError as error:
         sys.stderr.write(f"specpilot: {error}\n")
         return FAILED
+
+
+def _fit_neural(options: argparse.Namespace, console: Console) -> int:
+    from controller.neural_fit import fit_neural
+
+    return fit_neural(options.traces, options.output, options.server, options.json, console)
 
 
 def _replay(options: argparse.Namespace, console: Console) -> int:

@@ -66,6 +66,20 @@ class GoodputPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
         return Goodput(prior, self.time_per_output_token, self.max_steps)
 
 
+class NeuralPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="neural"):
+    """``[policy] name = "neural"``: what a net fitted to traces of this server takes for best."""
+
+    model: Annotated[str, msgspec.Meta(min_length=1)]
+    """File that ``specpilot fit-neural`` wrote."""
+
+    def build(self, prior: dict[str, Any] | None = None) -> Policy:  # noqa: ARG002
+        """Return a fresh policy for one server; ConfigError if the file cannot be used."""
+        from controller.neural_file import load_model
+        from policies.neural import Neural
+
+        return Neural(load_model(Path(self.model)))
+
+
 class ControllerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[controller]``: the socket and the pace."""
 
@@ -121,7 +135,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole file."""
 
     controller: ControllerConfig = ControllerConfig()
-    policy: StaticPolicy | ThresholdPolicy | GoodputPolicy = ThresholdPolicy()
+    policy: StaticPolicy | ThresholdPolicy | GoodputPolicy | NeuralPolicy = ThresholdPolicy()
     trace: TraceConfig = TraceConfig()
     prior: PriorConfig = PriorConfig()
     switchback: SwitchbackConfig = SwitchbackConfig()

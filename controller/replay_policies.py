@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from controller.config import ConfigError
 from policies.goodput import Goodput
@@ -45,6 +46,16 @@ def _batch_table(argument: str) -> Factory:
     return lambda _hello, _truth: policy
 
 
+def _neural(argument: str) -> Factory:
+    from controller.neural_file import load_model
+    from policies.neural import Neural
+
+    if not argument:
+        raise ValueError("the file of a model must follow the colon")
+    model = load_model(Path(argument))
+    return lambda _hello, _truth: Neural(model)
+
+
 def _without_argument(argument: str, factory: Factory) -> Factory:
     if argument:
         raise ValueError("it takes no argument")
@@ -56,6 +67,7 @@ POLICIES: dict[str, Callable[[str], Factory]] = {
     "threshold": _threshold,
     "batch-table": _batch_table,
     "goodput": partial(_without_argument, factory=lambda _hello, _truth: Goodput()),
+    "neural": _neural,
     "informed-greedy": partial(_without_argument, factory=lambda _hello, truth: InformedGreedy(truth)),
 }
 """The controller's policies: from what follows the name and a colon to a factory, or ValueError."""
@@ -84,7 +96,7 @@ def parse_policy(text: str) -> Factory | None:
     >>> parse_policy("best")
     Traceback (most recent call last):
     controller.replay_policies.ReplayError: no policy is called 'best': use one of batch-table, goodput, \
-informed-greedy, none, sglang, static, threshold
+informed-greedy, neural, none, sglang, static, threshold
     """
     name, _, argument = text.partition(":")
     try:

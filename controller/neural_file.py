@@ -1,0 +1,46 @@
+"""The file of a ``policies.neural.Model``: arrays in numpy's ``.npz``, read without unpickling anything."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from controller.config import ConfigError
+from policies.neural import Model
+
+MAX_BYTES = 1 << 20
+"""A model has some thirty kB."""
+
+
+def load_model(path: Path) -> Model:
+    """Return the model in ``path``; ConfigError says why it cannot be used."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"it is larger than {MAX_BYTES >> 10} kB")
+        with np.load(path, allow_pickle=False) as file:
+            return Model.of({name: file[name] for name in file.files})
+    except OSError as error:
+        raise ConfigError(f"policy.model = {str(path)!r}: {error.strerror or error}") from error
+    except (ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"policy.model = {str(path)!r} is no model of specpilot fit-neural: {error}") from error
+
+
+def save_model(model: Model, path: Path) -> None:
+    """Write ``model`` in one step; ConfigError if that fails."""
+    temporary = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".model-", suffix=".npz", delete=False) as file:
+            temporary = Path(file.name)
+            arrays: dict[str, Any] = model.arrays()
+            np.savez(file, **arrays)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)

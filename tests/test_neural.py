@@ -247,6 +247,21 @@ def test_what_cannot_be_fitted_is_refused_with_the_reason(
     assert "pip install 'specpilot[neural]'" in capsys.readouterr().err
 
 
+def test_the_figures_of_the_documentation() -> None:
+    root = Path(__file__).parents[1]
+    text = (root / "docs/offline.md").read_text()
+    figures = json.loads((root / "benchmarks/neural_vs_goodput.json").read_text())
+    rows = {(row["policy"], row["surface"]): row for row in figures["summary"] if row["load"] is None}
+    for surface in (figures["fitted_to"], figures["held_out_surface"]):
+        goodput, neural = rows["goodput", surface], rows["neural", surface]
+        difference = neural["minus goodput"]
+        points = f"{difference['points']:.2f} ± {difference['half_width']:.2f}".replace("-", "\N{MINUS SIGN}")
+        shares = " | ".join(f"{100 * row['share_of_best']:.2f} %" for row in (goodput, neural))
+        assert f"| {shares} | {points} |" in text
+    assert f"{figures['fit']['records']:,} records" in text
+    assert figures["date"] in text
+
+
 def test_replay_names_what_is_wrong_with_the_file(tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match="must follow the colon"):
         parse_policy("neural")

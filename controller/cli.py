@@ -100,6 +100,16 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--report", type=Path, metavar="DIR", help="write replay.html there: tables and plots")
     command.set_defaults(run=_replay)
 
+    command = commands.add_parser("evaluate", help="what another policy would have earned, judged by traces")
+    command.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="trace folders or segments")
+    command.add_argument(
+        "--policy", action="append", required=True, help="static:K, threshold:N, batch-table:…, goodput, logged"
+    )
+    command.add_argument("--server", help="whose part of the traces, by name or fingerprint, if they are of several")
+    command.add_argument("--replay-seconds", type=float, default=60.0, help="of virtual time (0: no replay)")
+    command.add_argument("--json", type=Path, help="write the rows")
+    command.set_defaults(run=_evaluate)
+
     command = commands.add_parser("demo", help="a simulated server steered by a real controller, and a picture of it")
     command.add_argument("--seconds", type=float, default=30.0)
     command.add_argument("--json", type=Path, help="write a summary for scripts")
@@ -229,6 +239,13 @@ def _replay(options: argparse.Namespace, console: Console) -> int:
         report=options.report,
     )
     return replay(request, console)
+
+
+def _evaluate(options: argparse.Namespace, console: Console) -> int:
+    from controller.evaluate import Request, evaluate_command
+
+    request = Request(options.traces, options.policy, options.server, options.json, options.replay_seconds)
+    return evaluate_command(request, console)
 
 
 def _demo(options: argparse.Namespace, console: Console) -> int:

@@ -60,10 +60,12 @@ class GoodputPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     """Objective in seconds: only K that meet it are chosen or tried, as long as there is one."""
     max_steps: Steps | None = None
     """The operator's bound on K."""
+    exploration_floor: Annotated[float, msgspec.Meta(ge=0, le=0.1)] = 0.0
+    """Probability with which each other K is drawn in every cell, so that traces can be evaluated; 0: off."""
 
     def build(self, prior: dict[str, Any] | None = None) -> Policy:
         """Return a fresh policy for one server; ``prior`` as it was stored."""
-        return Goodput(prior, self.time_per_output_token, self.max_steps)
+        return Goodput(prior, self.time_per_output_token, self.max_steps, self.exploration_floor)
 
 
 class NeuralPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="neural"):

@@ -70,15 +70,13 @@ class FoldSums:
         code = _code(steps.arm[timed], steps.size[timed], np.searchsorted(CONTEXT_EDGES, context))
         seconds = steps.seconds[timed]
         octave = np.log2(seconds) - FIRST_OCTAVE
-        place = np.clip((octave * BINS_PER_OCTAVE).astype(np.int64), 0, _BINS - 1)
+        place = np.clip(np.floor(octave * BINS_PER_OCTAVE), 0, _BINS - 1).astype(np.int64)
         cells, own = np.unique(code, return_inverse=True)
-        moments = (np.ones(len(timed)), seconds, context * steps.batch_size[timed], context)
+        moments: tuple[FloatArray, ...] = (np.ones(len(timed)), seconds, context * steps.batch_size[timed], context)
         sums = np.stack([np.bincount(own * _BINS + place, one, len(cells) * _BINS) for one in moments], axis=1)
-        for cell, part in zip(cells.tolist(), sums.reshape(len(cells), _BINS, _MOMENTS), strict=True):
-            if cell in self.times:
-                self.times[cell] += part
-            else:
-                self.times[cell] = part.copy()
+        parts: FloatArray = sums.astype(np.float64).reshape(len(cells), _BINS, _MOMENTS)
+        for cell, part in zip(cells.tolist(), parts, strict=True):
+            self.times[cell] = self.times[cell] + part if cell in self.times else part.copy()
 
     def merged(self, other: FoldSums) -> FoldSums:
         """Return the sums of both."""

@@ -49,7 +49,10 @@ class StepReader:
     _blocks: int = 0
     _run: int = 0
     _held_by_cell: dict[int, int] = field(default_factory=dict)
-    _before: dict[str, int] = field(default_factory=dict)
+    _before: IntArray = field(default_factory=lambda: np.full(4, -1, np.int64))
+    """Arm, cell, epoch and draw of the row before."""
+    _probability: float = 1.0
+    _ended: int = 0
     _instance: str = ""
 
     def __post_init__(self) -> None:
@@ -61,7 +64,7 @@ class StepReader:
         if chunk.hello.instance != self._instance:
             self._instance = chunk.hello.instance
             self._held_by_cell.clear()
-            self._before.clear()
+            self._before = np.full(4, -1, np.int64)
         columns, follows = chunk.columns, chunk.follows
         count = len(chunk.rows)
         batch = columns["batch_size"].astype(np.int64)
@@ -76,16 +79,11 @@ class StepReader:
         cell = columns["cell"].astype(np.int64)
         held, ordinary = self._held(arm, probability, draw, cell)
 
-        same = np.zeros(count, bool)
-        previous = np.full(count, -1, np.int64)
         keys = np.stack([arm, cell, columns["epoch"], draw])
-        same[1:] = (keys[1:, 1:] == keys[1:, :-1]).all(axis=0)
-        previous[1:] = arm[:-1]
-        if self._before and count:
-            same[0] = all(self._before[name] == int(keys[i, 0]) for i, name in enumerate(_KEYS) if i)
-            previous[0] = self._before["arm"]
+        shifted = np.concatenate((self._before[:, None], keys[:, :-1]), axis=1)
+        same_cell = (keys[1:3] == shifted[1:3]).all(axis=0) & follows
+        previous_probability = np.concatenate(([self._probability], probability[:-1]))
         timed = self._timed(chunk)
-        previous[~follows] = -1
 
         live, informative, tokens, trials, passed = self._tokens(chunk, applied)
         steps = Steps(
@@ -102,15 +100,17 @@ class StepReader:
             live=live,
             informative=informative,
             seconds=columns["seconds"],
-            can_settle=timed & same,
             timed=timed,
-            previous_arm=previous,
+            same_cell=same_cell,
+            same_block=same_cell & (keys[3] == shifted[3]),
+            previous_probability=previous_probability,
+            previous_arm=np.where(follows, shifted[0], -1),
             fold=(np.arange(self._rows, self._rows + count) // FOLD_STEPS) % 2,
         )
         self._rows += count
         if count:
-            self._before = {name: int(keys[i, -1]) for i, name in enumerate(_KEYS)}
-            self._before["ended"] = int(chunk.columns.ragged("truncated").lengths[-1])
+            self._before, self._probability = keys[:, -1], float(probability[-1])
+            self._ended = int(columns.ragged("truncated").lengths[-1])
         usable = (arm >= 0) & (held >= 0)
         if usable.all():
             return steps, trials, passed
@@ -158,7 +158,7 @@ class StepReader:
             return np.empty(0, np.int64)
         begins = np.ones(count, bool)
         begins[1:] = (draw[1:] != draw[:-1]) | ~follows[1:]
-        begins[0] = not self._before or self._before["draw"] != draw[0] or not follows[0]
+        begins[0] = self._before[3] != draw[0] or not follows[0]
         places = np.arange(count)
         start = np.maximum.accumulate(np.where(begins, places, -1))
         within = np.where(start >= 0, places - start, places + self._run)
@@ -206,7 +206,7 @@ class StepReader:
         ended_before = np.zeros(count)
         if count:
             ended_before[1:] = truncated.lengths[:-1]
-            ended_before[0] = self._before.get("ended", 0)
+            ended_before[0] = self._ended
         gone = np.where(chunk.columns["overlap"] & chunk.follows, ended_before, 0.0)
         batch = chunk.columns["batch_size"].astype(np.float64)
         live = batch - np.minimum(batch - known, gone)
@@ -217,9 +217,6 @@ class StepReader:
         trials = np.where(drafted, reached[:, :-1] - ended_at[:, :-1], 0.0)
         passed = np.where(drafted, reached[:, 1:], 0.0)
         return live, np.asarray(informative, np.bool_), tokens, trials, passed
-
-
-_KEYS = ("arm", "cell", "epoch", "draw")
 
 
 def _histogram(rows: IntArray, values: NDArray[np.int16] | IntArray, count: int, most: int) -> FloatArray:

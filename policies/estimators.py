@@ -7,6 +7,13 @@ pi in the logged states. For step t with batch, context and so on x_t:
 
     V(pi) = sum_t E[tokens | x_t, pi_t]  /  ( sum_t E[seconds | x_t, pi_t] + sum_t switch(pi_{t-1}, pi_t) )
 
+V counts each logged step once, however many tokens it brings. So it is no measure to choose by: where batches
+are large, a K of shorter steps with more tokens per second makes these states, which bring the most tokens,
+weigh less. The *gain* is free of that: the time that the logged tokens took, over the time that pi needs
+for as many tokens in each group of states,
+
+    1 + gain  =  sum_t s_t  /  ( sum_c tokens_c E_c[seconds | pi] / E_c[tokens | pi] + switches )
+
 What the log offers for each term follows from how a chain drafts and how the hooks explore:
 
 - *Tokens are nearly full information.* Of a request that accepted a of K drafts, K' < K drafts would have
@@ -15,8 +22,9 @@ What the log offers for each term follows from how a chain drafts and how the ho
   beyond h_t add has to come from steps that explored pi_t.
 - *Seconds are bandit feedback.* They come from steps that ran pi_t, each weighted by one over the
   probability of its draw. One draw holds for a block of forward passes, and the first step of a block
-  carries the switch, so only *settled* steps count: the step before was of the same block, cell, table
-  and K. Whether a step can be settled does not depend on the draw.
+  carries the switch, so only *settled* steps count: the step before was of the same K, cell, table and,
+  where pi_t is not h_t, block. Where a block begins does not depend on the draw. A step that goes on
+  with h_t across two blocks has both draws' probabilities.
 - *Switches are paid where pi switches*, not where the log did: the mean that first steps took longer, by
   kind (from K=0, to K=0, other), times the switches that pi makes along the logged states.
 
@@ -113,10 +121,14 @@ class Steps:
     informative: BoolArray
     """``tokens`` are known."""
     seconds: FloatArray
-    can_settle: BoolArray
-    """``seconds`` is the step's own, and the step before was of the same block, cell and table."""
     timed: BoolArray
     """``seconds`` is the step's own; it may be the first after a switch."""
+    same_cell: BoolArray
+    """The step before was of the same cell and table."""
+    same_block: BoolArray
+    """And of the same draw."""
+    previous_probability: FloatArray
+    """Of the draw of the step before."""
     previous_arm: IntArray
     """Of the decode step right before; -1 where that is not known."""
     fold: IntArray
@@ -128,7 +140,7 @@ class Steps:
     @property
     def settled(self) -> BoolArray:
         """Steps whose ``seconds`` tell what this K takes in a row of such steps."""
-        return np.asarray(self.can_settle & (self.previous_arm == self.arm), np.bool_)
+        return np.asarray(self.timed & (self.previous_arm == self.arm), np.bool_)
 
 
 @dataclass(frozen=True)
@@ -278,9 +290,9 @@ class Blocks:
 _BASE, _MORE, _TIME = 0, 3, 6
 """Columns of the sums, each (weight, weighted outcome, weighted outcome less model): tokens up to the K held,
 tokens beyond it, seconds."""
-_LOGGED = 9
-"""Columns of what was logged in the same steps: steps with known tokens, tokens, settled steps, seconds."""
-_COLUMNS = 13
+_LOGGED, _LOGGED_TIME = 9, 12
+"""The same of what was run in these steps, whatever it was, each with weight 1: tokens, seconds."""
+_COLUMNS = 15
 
 
 @dataclass(frozen=True)
@@ -375,7 +387,9 @@ class SwitchSums:
         """Return the mean by kind, (1 + replicates, KINDS); a kind that was never seen costs what the others do."""
         total = self.sums.sum(axis=1)
         overall = total[:, 1] / np.maximum(total[:, 0], 1.0)
-        means = np.where(self.sums[:, :, 0] > 0.0, self.sums[:, :, 1] / np.maximum(self.sums[:, :, 0], 1.0), overall[:, None])
+        means = np.where(
+            self.sums[:, :, 0] > 0.0, self.sums[:, :, 1] / np.maximum(self.sums[:, :, 0], 1.0), overall[:, None]
+        )
         return np.asarray(np.where(total[:, :1] > 0.0, means, 0.0), np.float64)
 
     @property
@@ -421,7 +435,7 @@ class Estimate:
     effective_samples: float
     """Independent draws that it rests on: a simple mean of so many blocks would be as sure."""
     gain: float
-    """Over what was logged in the same steps, as a share."""
+    """In speed over what was logged, as a share, for the same tokens in the same states."""
     gain_low: float
     gain_high: float
     answered: float
@@ -441,11 +455,11 @@ class PolicySums:
         """(1 + replicates, _COLUMNS) by stratum."""
         self._replicates = replicates
         self._counts = np.zeros((count, 5))
-        """Steps, steps that can settle, those explorable, those that ran the target, sum of squared block weights."""
-        self._model = np.zeros((count, 2))
-        """The model's tokens and seconds of the target in every step."""
-        self._switches = np.zeros((count, 2, KINDS))
-        """Of the target and of the log."""
+        """Steps, those that can settle, those explorable, those that ran the target, sum of squared block weights."""
+        self._model = np.zeros((count, 4))
+        """The model's tokens and seconds of the target in every step, and of what was run."""
+        self._switches = np.zeros((count, KINDS))
+        """Of the target; what the log's own took is in the times of its steps."""
         self._last = -1
 
     def add(self, steps: Steps, target: IntArray, predicted: Predicted, outlier: BoolArray, blocks: Blocks) -> None:
@@ -458,11 +472,18 @@ class PolicySums:
             held, ordinary, weight = steps.arm, np.ones(len(steps), bool), np.ones(len(steps))
         else:
             held, ordinary, weight = steps.held, steps.ordinary, 1.0 / steps.probability
+        timed = steps.timed & ~outlier
         relation = np.where(target == held, SAME, np.where(target < held, BELOW, ABOVE))
         stratum = self._strata.of(steps, target, relation)
         wanted, known = arms[target], arms[np.minimum(target, held)]
         drawn = (steps.arm == target) & np.where(relation == SAME, ordinary, ~ordinary)
-        settled = steps.settled & ~outlier
+        if self._logged:
+            can_settle, of_pair = timed, weight
+        else:
+            # A row of the held K goes on from block to block; what is explored begins anew with each.
+            can_settle = timed & np.where(relation == SAME, steps.same_cell, steps.same_block)
+            of_pair = np.where(steps.same_block, weight, weight / steps.previous_probability)
+            drawn &= steps.previous_arm == steps.arm
         of_model = steps.live[:, None] * predicted.lengths
         model_base, model_more = of_model[rows, known], of_model[rows, wanted] - of_model[rows, known]
         model_seconds = predicted.seconds[rows, target]
@@ -472,29 +493,31 @@ class PolicySums:
         columns[_BASE] = base
         columns[_BASE + 1] = base * steps.tokens[rows, known]
         columns[_BASE + 2] = columns[_BASE + 1] - base * model_base
-        more = np.where(drawn & steps.informative & (relation == ABOVE), weight, 0.0)
+        more = np.where((steps.arm == target) & ~ordinary & steps.informative & (relation == ABOVE), weight, 0.0)
         columns[_MORE] = more
         columns[_MORE + 1] = more * (steps.tokens[rows, wanted] - steps.tokens[rows, known])
         columns[_MORE + 2] = columns[_MORE + 1] - more * model_more
-        time = np.where(drawn & settled, weight, 0.0)
+        time = np.where(drawn & can_settle, of_pair, 0.0)
         columns[_TIME] = time
         columns[_TIME + 1] = time * steps.seconds
         columns[_TIME + 2] = columns[_TIME + 1] - time * model_seconds
+        ran = arms[steps.arm]
         columns[_LOGGED] = steps.informative
-        columns[_LOGGED + 1] = np.where(steps.informative, steps.tokens[rows, arms[steps.arm]], 0.0)
-        columns[_LOGGED + 2] = settled
-        columns[_LOGGED + 3] = np.where(settled, steps.seconds, 0.0)
+        columns[_LOGGED + 1] = steps.informative * steps.tokens[rows, ran]
+        columns[_LOGGED + 2] = columns[_LOGGED + 1] - steps.informative * of_model[rows, ran]
+        columns[_LOGGED_TIME] = timed
+        columns[_LOGGED_TIME + 1] = timed * steps.seconds
+        columns[_LOGGED_TIME + 2] = columns[_LOGGED_TIME + 1] - timed * predicted.seconds[rows, steps.arm]
         self._bootstrap(stratum, columns, blocks)
 
         count = self._strata.count
-        can_settle = steps.can_settle & ~outlier
-        for column, values in enumerate((None, can_settle, can_settle & steps.explorable, steps.arm == target)):
+        for column, values in enumerate((None, can_settle, steps.explorable, steps.arm == target)):
             self._counts[:, column] += np.bincount(stratum, values, count)
-        self._model[:, 0] += np.bincount(stratum, of_model[rows, wanted], count)
-        self._model[:, 1] += np.bincount(stratum, model_seconds, count)
-        before = np.concatenate(([self._last], target[:-1]))
-        self._count_switches(0, stratum, before, target)
-        self._count_switches(1, stratum, steps.previous_arm, steps.arm)
+        modelled = (of_model[rows, wanted], model_seconds, of_model[rows, ran], predicted.seconds[rows, steps.arm])
+        for column, values in enumerate(modelled):
+            self._model[:, column] += np.bincount(stratum, values, count)
+        if not self._logged:
+            self._count_switches(stratum, np.concatenate(([self._last], target[:-1])), target)
         self._last = int(target[-1])
 
     def _bootstrap(self, stratum: IntArray, columns: FloatArray, blocks: Blocks) -> None:
@@ -512,11 +535,11 @@ class PolicySums:
                 self._sums[one] = added
             self._counts[one, 4] += (part[:, _TIME] ** 2).sum()
 
-    def _count_switches(self, whose: int, stratum: IntArray, before: IntArray, after: IntArray) -> None:
+    def _count_switches(self, stratum: IntArray, before: IntArray, after: IntArray) -> None:
         at = np.flatnonzero((before >= 0) & (before != after))
         code = stratum[at] * KINDS + switch_kind(self._arms, before[at], after[at])
         counts = np.bincount(code, minlength=self._strata.count * KINDS)
-        self._switches[:, whose] += counts.reshape(self._strata.count, KINDS)
+        self._switches += counts.reshape(self._strata.count, KINDS)
 
     # -- what it comes to --
 
@@ -597,14 +620,15 @@ class PolicySums:
         with an error that is taken from the strata ``alike``, since a stratum without a draw shows none.
         """
         k = f"K={self._arms[self._strata.named(stratum)[1]]}"
-        _, can_settle, explorable, ran, squares = self._counts[stratum].tolist()
+        number, can_settle, explorable, ran, squares = self._counts[stratum].tolist()
         ran_anywhere = self._counts[alike, 3].sum()
         weight = sum(self._sums[one][0, _TIME] for one in alike)
-        if explorable < LEAST_SUPPORT * can_settle or not ran_anywhere:
-            share = 100.0 * explorable / max(can_settle, 1.0)
-            if not explorable:
-                return f"{k} was never drawn there: nothing was explored"
-            return f"{k} was not drawn there: exploration was in force in {share:.0f} % of these steps"
+        if not explorable:
+            return f"{k} was never drawn there: nothing was explored"
+        if explorable < LEAST_SUPPORT * number:
+            return f"{k} was not drawn there: {100.0 * explorable / number:.0f} % of these steps explored"
+        if not ran_anywhere:
+            return f"{k} was never drawn there: it was not among what was explored"
         if not weight:
             return f"{k} was run only in first steps after a switch, whose time is not that of a step of {k}"
         if can_settle:
@@ -643,23 +667,25 @@ class PolicySums:
         outcome = 1 if estimator == "snips" else 2
         tokens = self._mean(sums, _BASE, outcome, effective) + self._mean(sums, _MORE, outcome, effective)
         seconds = self._mean(sums, _TIME, outcome, effective)
+        logged_tokens = self._mean(sums, _LOGGED, outcome, effective)
+        logged_seconds = self._mean(sums, _LOGGED_TIME, outcome, effective)
         if estimator == "doubly-robust":
             model = np.array([self._model[group].sum(axis=0) for group in groups]) / number[:, None]
-            tokens, seconds = tokens + model[:, :1], seconds + model[:, 1:]
-        price = switches.seconds()
+            tokens, seconds = tokens + model[:, :1], seconds + model[:, 1:2]
+            logged_tokens, logged_seconds = logged_tokens + model[:, 2:3], logged_seconds + model[:, 3:]
         made = self._switches[[stratum for group in groups for stratum in group]].sum(axis=0)
-        paid = price @ made[0]
+        paid = switches.seconds() @ made
         value = (number @ tokens) / (number @ seconds + paid)
-        logged_tokens = self._mean(sums, _LOGGED, 1, effective)
-        logged_seconds = self._mean(sums, _LOGGED + 2, 1, effective)
-        baseline = (number @ logged_tokens) / (number @ logged_seconds + price @ made[1])
+        # The same tokens in the same states: a step that brings more of them is needed less often.
+        work = number @ (logged_tokens * seconds / np.maximum(tokens, 1e-9)) + paid
+        speedup = (number @ logged_seconds) / work
         # Each group's part in the variance of log V, for its degrees of freedom.
         of_tokens, of_seconds = number @ tokens[:, 0], number @ seconds[:, 0] + paid[0]
         part = number[:, None] * (tokens / of_tokens - seconds / of_seconds)
         variance = part[:, 1:].var(axis=1)
         freedom = variance.sum() ** 2 / max((variance**2 / (effective - 1.0)).sum(), 1e-300)
         low, high = _interval(value, freedom)
-        gain_low, gain_high = _interval(value / baseline, freedom)
+        gain_low, gain_high = _interval(speedup, freedom)
         share = number / number.sum()
         return Estimate(
             estimator,
@@ -667,7 +693,7 @@ class PolicySums:
             low,
             high,
             float(1.0 / (share**2 / effective).sum()),
-            float(value[0] / baseline[0] - 1.0),
+            float(speedup[0] - 1.0),
             gain_low - 1.0,
             gain_high - 1.0,
             answered,
@@ -692,10 +718,11 @@ def needed_floor(
 ) -> float:
     """Return the exploration floor at which a log of as many steps would answer; inf if none could.
 
-    Two things are asked. Cells of all but 1 - LEAST_ANSWERED of the steps must get LEAST_BLOCKS blocks, with
-    half as many to spare. And the interval must come down to +-``half_width`` of the estimate: with floor e,
-    m of N steps in question and blocks of B, of which B - 1 steps are settled and as alike as one, its
-    variance is (m/N)^2 spread^2 / (e m / B), so e = (1.96 / half_width)^2 spread^2 B m / N^2.
+    Two things are asked. Each K that the target runs in more than the 1 - LEAST_ANSWERED of the steps that
+    may be left out must get LEAST_BLOCKS blocks, with half as many to spare. And the interval must come
+    down to +-``half_width`` of the estimate: with floor e, m of N steps in question and blocks of B, whose
+    settled steps are taken to be as alike as one, its variance is (m/N)^2 spread^2 / (e m / B), so
+    e = (1.96 / half_width)^2 spread^2 B m / N^2.
 
     >>> cell = Unanswered((1, 1), (0, 1024), 3, 200_000, 0.0, "never run")
     >>> round(needed_floor([cell], 1_000_000, 0.3, 4), 4)
@@ -704,15 +731,16 @@ def needed_floor(
     concerned = sum(cell.logged_steps for cell in cells)
     if not concerned:
         return 0.0
-    allowed = (1.0 - LEAST_ANSWERED) * steps
-    passed_over = 0
-    smallest = 0
-    for cell in sorted(cells, key=lambda cell: cell.logged_steps):
-        passed_over += cell.logged_steps
-        if passed_over > allowed:
-            smallest = cell.logged_steps
+    # Neighbours of one K are estimated together; the K of fewest steps may go without.
+    of_each: dict[int, int] = {}
+    for cell in cells:
+        of_each[cell.steps] = of_each.get(cell.steps, 0) + cell.logged_steps
+    passed_over, smallest = 0, max(of_each.values())
+    for count in sorted(of_each.values()):
+        passed_over += count
+        if passed_over > (1.0 - LEAST_ANSWERED) * steps:
+            smallest = count
             break
-    smallest = smallest or max(cell.logged_steps for cell in cells)
     by_count = 1.5 * LEAST_BLOCKS * block_steps / smallest
     by_width = (1.96 / half_width) ** 2 * spread**2 * block_steps * concerned / steps**2
     needed = max(by_count, by_width)
@@ -726,14 +754,14 @@ def _range(edges: Sequence[int], row: int, least: int) -> tuple[int, int | None]
 
 def _interval(values: FloatArray, freedom: float) -> tuple[float, float]:
     """Return the 95 % interval of ``values[0]``, by the others, in logs."""
-    error = float(np.log(values[1:]).std(ddof=1)) * _student(max(freedom, 3.0))
+    error = float(np.log(values[1:]).std(ddof=1)) * student(max(freedom, 3.0))
     return float(values[0] * math.exp(-error)), float(values[0] * math.exp(error))
 
 
-def _student(freedom: float) -> float:
+def student(freedom: float) -> float:
     """Return the 97.5 % quantile of Student's t (Cornish & Fisher's expansion; within 1 % from 3 degrees on).
 
-    >>> [round(_student(freedom), 2) for freedom in (5.0, 30.0, 1e9)]
+    >>> [round(student(freedom), 2) for freedom in (5.0, 30.0, 1e9)]
     [2.57, 2.04, 1.96]
     """
     z = 1.959964

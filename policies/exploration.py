@@ -36,6 +36,8 @@ MOST = 0.5
 LEAST_LOSS = 0.35
 """What a tried step counts at least, in steps: also an arm that loses nothing costs a switch and unrest."""
 
+FLOOR_SHARE = 0.5
+"""Of what may be lost to exploration in the long run, for a floor: the rest is for learning."""
 
 LEAK_STEPS = 500.0
 """Steps in which credit beyond what may be saved falls to a third."""
@@ -149,6 +151,37 @@ def probe(loss: float) -> float:
     (0.0105, 0.00728)
     """
     return _rounded_down(min(PROBE_STEPS / PROBE_PERIOD, 0.004 / max(loss, 1e-9)))
+
+
+def floored(
+    tried: Sequence[tuple[int, float]],
+    arms: Sequence[int],
+    best: int,
+    losses: Sequence[float],
+    allowed: Sequence[bool],
+    floor: float,
+    rate: float,
+) -> tuple[tuple[int, float], ...]:
+    """Return ``tried`` with at least ``floor`` for every other K that is ``allowed``, as far as that loses little.
+
+    What can be told from a log of a policy that never ran is told by what was drawn (``estimators.py``),
+    so a floor buys answers, not better decisions. It loses at most FLOOR_SHARE of ``rate``, evenly over the K:
+    one that loses much is drawn more rarely. Together they stay below MOST, so that what is ordinary
+    can be told by its probability.
+
+    >>> floored(((3, 0.02),), [0, 1, 3], best=1, losses=[0.5, 0.0, 0.01], allowed=[True] * 3, floor=0.01, rate=0.004)
+    ((3, 0.02), (0, 0.00169))
+    """
+    found = dict(tried)
+    others = [arm for arm, within in enumerate(allowed) if within and arm != best]
+    room = max(MOST - 0.01 - sum(found.values()), 0.0)
+    for arm in others:
+        bearable = FLOOR_SHARE * rate / len(others) / max(losses[arm], 1e-9)
+        probability = _rounded_down(min(floor, bearable))
+        added = min(probability - found.get(arms[arm], 0.0), room / len(others))
+        if added > 1e-4:
+            found[arms[arm]] = found.get(arms[arm], 0.0) + added
+    return tuple(found.items())
 
 
 def _rounded_down(probability: float) -> float:

@@ -20,7 +20,7 @@ import numpy as np
 from policies.acceptance import AcceptanceModel
 from policies.applied import AppliedSteps
 from policies.cost import CostModel
-from policies.exploration import BLOCK_STEPS, LEAST_LOSS, PROBE_STEPS, Budget, alternatives, probe
+from policies.exploration import BLOCK_STEPS, LEAST_LOSS, PROBE_STEPS, Budget, alternatives, floored, probe
 from policies.interface import Grid, Plan, Policy
 from policies.recovery import FOLLOW_PROBABILITY, Watch
 from policies.switching import Spells, may_lose
@@ -93,13 +93,19 @@ class Goodput(Policy):
         prior: dict[str, Any] | None = None,
         time_per_output_token: float | None = None,
         max_steps: int | None = None,
+        exploration_floor: float = 0.0,
     ) -> None:
-        """``prior``: of ``to_prior``, for a server of the same fingerprint. ``max_steps``: an operator's bound on K."""
+        """``prior``: of ``to_prior``, for a server of the same fingerprint. ``max_steps``: an operator's bound on K.
+
+        ``exploration_floor``: probability of a block for each other K in every cell, as far as the budget
+        bears it, so that the log can tell what other policies would have earned; 0: what is of use alone.
+        """
         self.vetoes = Vetoes()
         if max_steps is not None:
             self.vetoes.place("operator", max_steps, float("inf"), "policy.max_steps")
         self._prior = prior
         self._objective = time_per_output_token
+        self._floor = exploration_floor
         self._server: Hello | None = None
         self._grid = Grid()
         self._cells: list[_Cell] = []
@@ -217,7 +223,9 @@ class Goodput(Policy):
         if not decided.scores or steps == decided.choice or steps not in self._arms:
             return 0.0
         arm = self._arms.index(steps)
-        return max(losses(decided, self._arms.index(decided.choice), BLOCK_STEPS)[arm], LEAST_LOSS)
+        # What a floor draws has a bound of its own on what it loses, and is not to use up what learning may.
+        least = 0.0 if self._floor else LEAST_LOSS
+        return max(losses(decided, self._arms.index(decided.choice), BLOCK_STEPS)[arm], least)
 
     # -- deciding --
 
@@ -235,6 +243,8 @@ class Goodput(Policy):
         allowed = [k for k in self._arms if bound is None or k <= bound] or self._arms[:1]
         skipping = bool(visits) and self._skips(self._cells[visits.most_common(1)[0][0]])
         explore = self._explore(visits) if visits else {}
+        if self._floor:
+            self._add_floor(explore)
         return Plan(
             self._grid,
             tuple(min(cell.choice, allowed[-1]) for cell in self._cells),
@@ -245,7 +255,8 @@ class Goodput(Policy):
                 for cell, row in explore.items()
                 if (kept := tuple(one for one in row if one[0] <= allowed[-1])) and self._cells[cell].choice in allowed
             },
-            block_steps=PROBE_STEPS if skipping else BLOCK_STEPS,
+            # A floor is there for the seconds of what it draws, which a block's first step does not tell.
+            block_steps=PROBE_STEPS if skipping and not self._floor else BLOCK_STEPS,
         )
 
     @staticmethod
@@ -322,6 +333,18 @@ class Goodput(Policy):
             if tried:
                 found[index] = tried
         return found
+
+    def _add_floor(self, explore: dict[int, tuple[tuple[int, float], ...]]) -> None:
+        """Let every cell draw each other K now and then, but where a hit is being followed."""
+        for index, cell in enumerate(self._cells):
+            if not cell.scores or (self._watch.following and self._skips(cell)):
+                continue
+            current = self._arms.index(cell.choice)
+            loss = losses(cell, current, BLOCK_STEPS)
+            tried = explore.get(index, ())
+            row = floored(tried, self._arms, current, loss, cell.allowed, self._floor, self._budget.rate)
+            if row:
+                explore[index] = row
 
     def _probe(self, index: int) -> tuple[tuple[int, float], ...]:
         """While skipping: one K now and then, if any acceptance that a draft may have could win with it."""

@@ -248,15 +248,26 @@ class Log:
         tokens = seconds = 0.0
         last = -1
         for _, states in self.parts():
-            batch, context = states["batch"], states["context"]
-            cell = np.searchsorted(target.grid.batch_edges, batch) * target.grid.shape[1]
-            cell += np.searchsorted(target.grid.context_edges, context)
-            arm = np.searchsorted(ARMS, np.array(target.choice)[cell])
+            arm = arms_of(target, states)
             before = np.concatenate(([last if last >= 0 else arm[0]], arm[:-1]))
             tokens += self.tokens_to_expect(arm, states["live"], states["acceptance"]).sum()
-            seconds += self.mean_seconds(arm, batch, context).sum() + self.switch_seconds(before, arm).sum()
+            seconds += self.mean_seconds(arm, states["batch"], states["context"]).sum()
+            seconds += self.switch_seconds(before, arm).sum()
             last = int(arm[-1])
         return float(tokens / seconds)
+
+    def differing(self, target: Plan) -> float:
+        """Share of the steps in which a plan runs another K than the logged one held."""
+        different = sum(
+            int((arms_of(target, states) != arms_of(self.logged, states)).sum()) for _, states in self.parts()
+        )
+        return different / self.steps
+
+
+def arms_of(plan: Plan, states: dict[str, np.ndarray]) -> np.ndarray:
+    cell = np.searchsorted(plan.grid.batch_edges, states["batch"]) * plan.grid.shape[1]
+    cell += np.searchsorted(plan.grid.context_edges, states["context"])
+    return np.searchsorted(ARMS, np.array(plan.choice)[cell])
 
 
 def draws(seed: int, block: np.ndarray) -> np.ndarray:

@@ -224,7 +224,8 @@ class Service:
         self._clock = clock
         self._wall_clock = wall_clock
         self._started_at = clock()
-        config.policy.build(None)  # a file that it needs and that cannot be read is an error now, not at the first server
+        # What the policy needs and cannot be read is an error now, not when the first server connects.
+        config.policy.build(None)
         self._trace_directory = Path(config.trace.directory) if config.trace.directory else None
         self._endpoint = Endpoint(config.controller.endpoint or default_endpoint())
         if self._trace_directory is not None:

@@ -139,19 +139,20 @@ def test_wrong_input_is_an_error_that_says_what_to_do(tmp_path: Path, capsys: py
 
 
 _MEASURE = """
-import resource, sys
+import re, sys
 from pathlib import Path
 from controller.trace_export import export_trace
 export_trace([Path(sys.argv[1])], Path(sys.argv[2]), force=True)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 """
 
 
 def test_memory_does_not_depend_on_the_length(tmp_path: Path) -> None:
     wide = {"accepted_drafts": [3] * 64, "batch_size": 64}
     peaks = []
-    for name, batches in (("short", 40), ("long", 160)):
+    for name, batches in (("short", 100), ("long", 300)):
         path = write(tmp_path / name, *(numbered(n * 2000, 2000, **wide) for n in range(batches)))
         run = [sys.executable, "-c", _MEASURE, str(path.parent), str(tmp_path / f"{name}.parquet")]
         peaks.append(int(subprocess.run(run, capture_output=True, text=True, check=True).stdout))
-    assert peaks[1] < 1.25 * peaks[0]
+    # Three times as much; what there is beyond one row group is the allocator's.
+    assert peaks[1] < 1.2 * peaks[0], peaks

@@ -445,5 +445,5 @@ def refusals(rows: Sequence[Row]) -> Iterator[str]:
         else:
             yield (
                 f"  recorded with policy.exploration_floor = {row.exploration_floor:g}, as many steps would answer, "
-                f"within ±{100.0 * HALF_WIDTH:g} %"
+                f"within ±{100.0 * HALF_WIDTH:g} %; more steps, where a K loses so much that it is drawn more rarely"
             )

@@ -62,6 +62,17 @@ def test_where_acceptance_drifts_and_the_log_follows_it_only_by_its_draws() -> N
         assert one.estimate == pytest.approx(log.truth(LESS), rel=0.02)
 
 
+@pytest.mark.parametrize("target", [table((1, 3), (49, 1)), table((1, 1)), LESS])
+def test_gain_is_in_speed_for_the_same_work(target: Plan) -> None:
+    log = replace(BUSY, steps=120_000, exploration=0.03)
+    found = judged(log, target=target)
+    for estimator in ESTIMATORS:
+        one = found.sums["target"].estimate(estimator, found.switches)
+        assert one is not None
+        # What is logged also explores and switches, which costs a little.
+        assert one.gain == pytest.approx(log.gain(target), abs=0.02)
+
+
 def test_policies_that_tie_are_a_tie() -> None:
     log = replace(BUSY, tie=True, ending=0.0)
     plans = {"none": table((1, 0)), "one": table((1, 1)), "three": table((1, 3)), "less": LESS}

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.exploration import LEAST_LOSS, Budget, alternatives, expected_improvement, probe
+from policies.exploration import (
+    FLOOR_SHARE,
+    LEAST_LOSS,
+    MOST,
+    Budget,
+    alternatives,
+    expected_improvement,
+    floored,
+    probe,
+)
 
 SCORES = st.lists(st.floats(1.0, 1e6), min_size=2, max_size=8)
 
@@ -77,3 +86,25 @@ def test_a_budget_earns_its_rate_and_keeps_little_of_it() -> None:
 def test_a_probe_loses_half_a_percent_at_most(loss: float) -> None:
     assert probe(loss) * loss <= 0.004 * 1.006
     assert probe(loss) <= 1 / 90
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.0, 2.0), st.booleans(), st.floats(0.0, 0.08)), min_size=2, max_size=6),
+    st.floats(0.0, 0.1),
+)
+def test_a_floor_draws_every_k_and_loses_little(arms: list[tuple[float, bool, float]], floor: float) -> None:
+    steps = list(range(len(arms)))
+    losses = [0.0, *(loss for loss, _, _ in arms[1:])]
+    allowed = [True, *(within for _, within, _ in arms[1:])]
+    tried = tuple((k, p) for k, (_, within, p) in enumerate(arms) if k and within and p > 1e-3)
+    found = dict(floored(tried, steps, 0, losses, allowed, floor, rate=0.004))
+    before = dict(tried)
+    assert 0 not in found
+    assert all(allowed[k] for k in found)
+    assert all(found[k] >= p for k, p in before.items())
+    assert sum(found.values()) < MOST + max(sum(before.values()) - MOST, 0.0) + 1e-9
+    added = {k: p - before.get(k, 0.0) for k, p in found.items()}
+    assert sum(p * losses[k] for k, p in added.items()) <= FLOOR_SHARE * 0.004 + 1e-9
+    for k in steps[1:]:
+        if allowed[k] and losses[k] * floor * len(steps) < 1e-3 and floor > 1e-3 and sum(before.values()) < 0.1:
+            assert found[k] > 0.8 * floor / 1.2 or floor * len(steps) > 0.3

@@ -224,3 +224,17 @@ def test_a_prior_of_another_server_is_ignored_and_said() -> None:
 def test_nonsense_as_a_prior_is_ignored(prior: dict[str, Any]) -> None:
     policy = Goodput(prior=prior)
     assert set(policy.decide(SERVER, 0.0).choice) == {3}
+
+
+def test_a_floor_draws_every_other_k_in_every_cell_but_loses_little() -> None:
+    found = scenario("h200-sglang", 8, 60.0)
+    policy = Goodput(exploration_floor=0.01)
+    run = serve("goodput", found, lambda *_: policy)
+    plan = policy.decide(policy._server or SERVER, 1e6)
+    arms = set(found.surface.speculating.steps)
+    assert set(plan.explore) == set(range(plan.grid.cells))
+    assert all({k for k, _ in row} == arms - {plan.choice[cell]} for cell, row in plan.explore.items())
+    assert plan.block_steps == 4
+    half = found.judge(run.decodes).lost_seconds[len(run.decodes) // 2 :]
+    seconds = sum(decode.seconds for decode in run.decodes[len(run.decodes) // 2 :])
+    assert half.sum() / seconds < 0.004

@@ -7,7 +7,8 @@ turn, and its trace is cut in two by its records. To the first half, all concurr
 prior is fitted. Then the second half of each run is served again, the same requests from where the
 first half had come to and the acceptance path as it goes on, by policies that know nothing of it:
 without a prior, and with the fitted one. A figure is the number of steps until the share of the
-best K, which informed-greedy has by definition, is 0.95 to stay (``Judged.steps_to_95``).
+best K, which informed-greedy has by definition, is 0.95 to stay, what is explored counted
+(``Judged.steps_to_95``), and until the table's choice is that good (``Judged.steps_to_choose``).
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ def cases(surface: str, seed: int) -> list[dict[str, Any]]:
             run = serve("goodput", again, lambda _hello, _truth, known=known: Goodput(prior=known))
             judged = Judged.of(run.decodes, again.surface.speculating)
             row[name] = judged.steps_to_95()
+            row[f"{name}_choice"] = judged.steps_to_choose(0)
             first = judged.between(0, 150)
             row[f"{name}_share_of_first_150"] = float(first.expected.sum() / first.best.sum())
         rows.append(row)
@@ -138,12 +140,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     summary = {}
     for name in ("none", "fitted"):
         steps = [row[name] if row[name] is not None else JUDGED_STEPS for row in rows]
+        choice = [row[f"{name}_choice"] if row[f"{name}_choice"] is not None else JUDGED_STEPS for row in rows]
         summary[name] = {
             "runs": len(rows),
             "within_150": sum(count <= 150 for count in steps) / len(steps),
             "median": float(np.median(steps)),
             "p95": float(np.quantile(steps, 0.95)),
             "most": max(steps),
+            "choice_within_150": sum(count <= 150 for count in choice) / len(choice),
+            "choice_most": max(choice),
             "share_of_first_150": float(np.mean([row[f"{name}_share_of_first_150"] for row in rows])),
         }
         print(name, json.dumps(summary[name]))

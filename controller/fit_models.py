@@ -33,6 +33,8 @@ from sglang_hooks.wire import Hello
 Array = NDArray[np.float64]
 Cell = tuple[int, float]
 """K and size."""
+Tables = dict[tuple[int, int, int], NDArray[np.int64]]
+"""By K, band and fold: requests that accepted so many drafts, shape (K + 1, 2); [:, 1] ended there."""
 
 LINE_RECORDS = 32
 """Records of a cell from which on it has a line of its own; with fewer it has a median, and the controller's slope."""
@@ -42,8 +44,14 @@ LEAST_SPREAD, LEAST_LINE = 1e-4, 0.05
 """Relative noise, and share of the seconds at the mean context, below which nothing is taken to be."""
 OUTLIER = 8.0
 """Robust standard deviations at which a record is cut off before the line is fitted: a stall may be 1,000 off."""
-MOST_TRIALS, MOST_CELLS = 1e9, 16384
-"""Of a stored prior, at a position and in all."""
+MOST_CELLS = 16384
+"""Of a stored prior."""
+MOST_SAMPLES = 16.0
+"""What acceptance counts as at most, at a position: half of what a controller gives its own, which is a minute old."""
+LEAST_BLOCKS, BLOCK_TRIALS = 8, 32
+"""Blocks with so many trials at a position, from which on they tell how acceptance varies."""
+DESIGN_EFFECT = 2.0
+"""Of a request's trials, which are alike: as ``policies.acceptance`` allows for."""
 UNSEEN_SWITCHES = 4.0
 """What a kind of switch counts as that never happened: nothing, as in a new ``CostModel``."""
 NORMAL_95 = 1.96
@@ -145,7 +153,7 @@ class _Records:
             for (old, new), sample in sorted(part.switches.items(), key=lambda item: item[0])
             if (before := self.steps[old]) is not None and (after := self.steps[new]) is not None and before != after
         ]
-        self.tables: dict[tuple[int, int, int], NDArray[np.int64]] = {}
+        self.tables: Tables = {}
         for (kind, band, fold), counted in part.accepted.items():
             steps = self.steps[kind]
             if steps:
@@ -153,6 +161,14 @@ class _Records:
                 # Of a tree, K is the depth of the path that can be accepted; the width is more.
                 counted = counted[: steps + 1]
                 self.tables[key] = self.tables[key] + counted if key in self.tables else counted
+        self.blocks: list[Tables] = []
+        for _, by_kind in sorted(part.blocks.items()):
+            # Kinds of one K, if there are several, are apart in the key's place for the band.
+            told = {
+                (steps, kind, 0): counts[: steps + 1] for kind, counts in by_kind.items() if (steps := self.steps[kind])
+            }
+            if told:
+                self.blocks.append(told)
 
 
 def fit(part: Part, hello: Hello) -> Fitted:
@@ -173,9 +189,7 @@ def fit(part: Part, hello: Hello) -> Fitted:
         )
     starts = [CostModel(hello, _costs(hello, of_fold, records)) for of_fold in folds]
     depth = max(1, *hello.candidate_steps, *(steps for steps, _, _ in records.tables))
-    trials, passed = (counts.astype(np.float64) for counts in _trials(records.tables, depth))
-    scale = min(1.0, MOST_TRIALS / max(float(trials.max()), 1.0))
-    acceptance = {"trials": (scale * trials).tolist(), "passed": (scale * passed).tolist()}
+    acceptance = _stored_acceptance(records, depth)
     prior = {"cost": _costs(hello, lines, records), "acceptance": acceptance}
     _check(prior, hello)
     return Fitted(
@@ -350,8 +364,45 @@ def _cell_quality(
 
 # -- acceptance --
 
-Tables = dict[tuple[int, int, int], NDArray[np.int64]]
-"""By K, band and fold: requests that accepted so many drafts, shape (K + 1, 2); [:, 1] ended there."""
+
+def _stored_acceptance(records: _Records, depth: int) -> dict[str, list[float]]:
+    """Return trials and accepted drafts of a stored prior: as counted, for as many samples as they are worth.
+
+    Where acceptance moves, its mean over a trace says less of any one moment than its trials would
+    have it. As a prior of a moment they are worth the s of the Beta(s p, s (1 - p)) from which the
+    blocks' acceptances seem drawn: p (1 - p) / variance - 1.
+    """
+    trials, passed = _trials(records.tables, depth)
+    counts = [_trials(block, depth) for block in records.blocks]
+    of_blocks = np.array(counts, np.float64) if counts else np.empty((0, 2, depth))
+    worth = MOST_SAMPLES
+    stored: dict[str, list[float]] = {"trials": [], "passed": []}
+    for position, (count, good) in enumerate(zip(trials.tolist(), passed.tolist(), strict=True)):
+        worth = min(_samples_worth(of_blocks[:, 0, position], of_blocks[:, 1, position], worth), MOST_SAMPLES)
+        samples = min(float(count), worth)
+        stored["trials"].append(samples)
+        stored["passed"].append(samples * good / count if count else 0.0)
+    return stored
+
+
+def _samples_worth(trials: Array, passed: Array, otherwise: float) -> float:
+    """Return s by the method of moments (DerSimonian & Laird 1986); ``otherwise`` where too few blocks have trials.
+
+    >>> n, rng = np.full(400, 500.0), np.random.default_rng(0)
+    >>> round(_samples_worth(n, rng.binomial(500, rng.beta(6.0, 4.0, 400)).astype(float), 32.0))
+    11
+    >>> _samples_worth(n, rng.binomial(500, 0.6, 400).astype(float), 32.0)
+    inf
+    """
+    some = trials >= BLOCK_TRIALS
+    n, x = trials[some], passed[some]
+    if len(n) < LEAST_BLOCKS:
+        return otherwise
+    mean = float(x.sum() / n.sum())
+    noise = mean * (1.0 - mean)
+    spread = float((n * (x / n - mean) ** 2).sum()) - DESIGN_EFFECT * (len(n) - 1) * noise
+    variance = spread / float(n.sum() - (n**2).sum() / n.sum())
+    return max(noise / variance - 1.0, 1.0) if variance > 0.0 else math.inf
 
 
 def _trials(tables: Tables, depth: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -51,6 +51,8 @@ class FitReport(msgspec.Struct, frozen=True):
     cells: list[CellQuality]
     switches: list[SwitchQuality]
     acceptance: list[BandQuality]
+    acceptance_samples: list[float]
+    """What the prior's acceptance counts as, by position: few where it varied during the trace."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -86,6 +88,7 @@ def report_of(path: str, sources: Sequence[Source], part: Part, fitted: Fitted) 
         cells=fitted.cells,
         switches=fitted.switches,
         acceptance=fitted.bands,
+        acceptance_samples=fitted.prior["acceptance"]["trials"],
     )
 
 
@@ -116,6 +119,8 @@ def print_report(report: FitReport, console: Console) -> None:
         grid.add_row("", f"{count:,} not for cost: {reason}")
     held_out = f"{_percent(report.held_out_error)} per record, {_percent(report.prior_error)} at a start from the prior"
     grid.add_row("held-out error", f"{held_out}; {_percent(report.coverage)} within the 95 % interval")
+    samples = report.acceptance_samples[0]
+    grid.add_row("acceptance", f"its prior counts as {samples:.1f} samples of a first draft: fewer, the more it varied")
     console.print(grid)
     console.print(_cells(report.cells))
     if len(report.cells) > LISTED_CELLS:

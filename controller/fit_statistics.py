@@ -42,8 +42,10 @@ from sglang_hooks.wire import ForwardKind, Hello
 
 SAMPLE, SWITCH_SAMPLE = 512, 128
 """Records kept of a cell and of a pair of K: 3 % of noise leaves 0.15 %."""
-FOLDS, FOLD_RECORDS = 5, 256
+FOLDS, BLOCK_RECORDS = 5, 256
 """Held-out parts are every fifth block of so many records: neighbours share requests, so they stay together."""
+BLOCKS = 512
+"""Blocks that are kept one by one, those of the smallest hashes: how much acceptance varies over time."""
 _WIDTHS = 8192
 """More than ``draft_tokens`` can be: a *kind* of step is K as asked times this, plus its draft tokens."""
 
@@ -87,12 +89,14 @@ class Part:
     """First steps after a switch, by the kinds before and after."""
     accepted: dict[tuple[int, int, int], NDArray[np.int64]] = field(default_factory=dict)
     """By kind, band and fold: requests that accepted so many drafts, shape (drafts + 1, 2); [:, 1] ended there."""
+    blocks: dict[int, dict[int, NDArray[np.int64]]] = field(default_factory=dict)
+    """The same of single blocks, by the block's hash and kind."""
     findings: Findings = field(default_factory=Findings)
 
     def take(self, chunk: Chunk, before: Any | None, size_of: CostModel) -> None:
         """Count the rows of a chunk; ``before``: the row before it as a record batch, where it follows that."""
         columns = chunk.columns
-        self._take_acceptance(columns)
+        self._take_acceptance(columns, chunk.hello)
         self.take_costs(columns, chunk.follows, before, chunk.hello, size_of)
 
     def take_costs(
@@ -123,11 +127,11 @@ class Part:
         for (old, new), group in _groups(previous[switched], kinds[switched], rows[switched]):
             self.switches.setdefault((int(old), int(new)), Sample(SWITCH_SAMPLE)).add(group, len(group))
 
-    def _take_acceptance(self, columns: Columns) -> None:
+    def _take_acceptance(self, columns: Columns, hello: Hello) -> None:
         kinds = self._kinds_of(columns)
         self.kinds.update(dict(zip(*(array.tolist() for array in np.unique(kinds, return_counts=True)), strict=True)))
         accepted, truncated = columns.ragged("accepted_drafts"), columns.ragged("truncated")
-        places = np.stack((kinds, bands_of(columns), folds_of(columns)))
+        places = np.stack((kinds, bands_of(columns), columns["record_seq"] // BLOCK_RECORDS))
         groups, inverse = np.unique(places, axis=1, return_inverse=True)
         depth = int((groups[0] % _WIDTHS).max(initial=1))
         ended = np.zeros(len(accepted.values), np.int64)
@@ -136,12 +140,19 @@ class Part:
         values = accepted.values[live].astype(np.int64)
         place = (inverse.reshape(-1)[accepted.owners[live]] * depth + values) * 2 + ended[live]
         table = np.bincount(place, minlength=groups.shape[1] * depth * 2).reshape(-1, depth, 2)
-        for (kind, band, fold), counted in zip(groups.T.tolist(), table, strict=True):
-            width = max(kind % _WIDTHS, 1)
+        hashes = identities(hello, groups[2]).tolist()
+        for (kind, band, block), hashed, counted in zip(groups.T.tolist(), hashes, table, strict=True):
+            width = kind % _WIDTHS
             if width > 1 and counted.any():
-                key = (kind, band, fold)
-                known = self.accepted.get(key)
-                self.accepted[key] = counted[:width].copy() if known is None else known + counted[:width]
+                counted = counted[:width].copy()
+                _count(self.accepted, (kind, band, block % FOLDS), counted)
+                _count(self.blocks.setdefault(hashed, {}), kind, counted)
+        self._keep_blocks()
+
+    def _keep_blocks(self) -> None:
+        if len(self.blocks) > BLOCKS:
+            for hashed in sorted(self.blocks)[BLOCKS:]:
+                del self.blocks[hashed]
 
     def join(self, later: Part) -> None:
         """Take in the statistics of what was read apart from these; findings are kept in the order of joining."""
@@ -152,8 +163,11 @@ class Part:
         _merge(self.cells, later.cells)
         _merge(self.switches, later.switches)
         for place, counted in later.accepted.items():
-            known = self.accepted.get(place)
-            self.accepted[place] = counted if known is None else known + counted
+            _count(self.accepted, place, counted)
+        for hashed, by_kind in later.blocks.items():
+            for kind, counted in by_kind.items():
+                _count(self.blocks.setdefault(hashed, {}), kind, counted)
+        self._keep_blocks()
 
     def _kinds_of(self, columns: Columns) -> NDArray[np.int64]:
         asked = columns["steps"].astype(np.int64) if self.tree else 0
@@ -179,6 +193,11 @@ def kind_steps(kinds: Counter[int], tree: bool) -> dict[int, int | None]:
 
 
 _Key = TypeVar("_Key")
+
+
+def _count(table: dict[_Key, NDArray[np.int64]], key: _Key, counted: NDArray[np.int64]) -> None:
+    known = table.get(key)
+    table[key] = counted if known is None else known + counted
 
 
 def _merge(mine: dict[_Key, Sample], theirs: dict[_Key, Sample]) -> None:
@@ -237,7 +256,7 @@ def bands_of(columns: Columns) -> NDArray[np.int64]:
 
 def folds_of(columns: Columns) -> NDArray[np.int64]:
     """Return in which fold each row is held out."""
-    folds: NDArray[np.int64] = columns["record_seq"] // FOLD_RECORDS % FOLDS
+    folds: NDArray[np.int64] = columns["record_seq"] // BLOCK_RECORDS % FOLDS
     return folds
 
 

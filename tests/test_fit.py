@@ -122,6 +122,22 @@ def test_acceptance_is_that_of_the_requests(tmp_path: Path) -> None:
         assert band.held_out_error < 0.1
 
 
+@pytest.mark.parametrize(("levels", "least", "most"), [((0.6,), 15.9, 16.0), ((0.2, 0.5, 0.9), 1.0, 6.0)])
+def test_acceptance_counts_as_little_as_it_says_of_a_moment(
+    tmp_path: Path, levels: tuple[float, ...], least: float, most: float
+) -> None:
+    rng, rows = random.Random(3), []
+    for n in range(24 * 256):
+        level = levels[n // 256 % len(levels)]
+        accepted = [next((j for j in range(3) if rng.random() > level), 3) for _ in range(2)]
+        rows.append(record(record_seq=n, step=n, time=1e9 + 0.01 * n, accepted_drafts=accepted))
+    write(tmp_path, rows)
+    acceptance = fitted(tmp_path).prior["acceptance"]
+    assert least <= acceptance["trials"][0] <= most
+    share = acceptance["passed"][0] / acceptance["trials"][0]
+    assert share == pytest.approx(sum(levels) / len(levels), abs=0.02)
+
+
 def test_a_prior_is_what_a_controller_starts_from(tmp_path: Path) -> None:
     write(tmp_path / "trace", steady(2_000, 3, sizes=[2, 8]), **OF_SERVER)
     (tmp_path / "prior").mkdir()

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from controller.fit_models import _trials
 from controller.fit_statistics import (
-    FOLD_RECORDS,
+    BLOCK_RECORDS,
     FOLDS,
     REASONS,
     ROW,
@@ -100,6 +100,7 @@ def facts(part: Part) -> dict[str, Any]:
         "cells": {key: (one.seen, one.rows.tolist()) for key, one in part.cells.items()},
         "switches": {key: (one.seen, one.rows.tolist()) for key, one in part.switches.items()},
         "accepted": {key: counted.tolist() for key, counted in part.accepted.items()},
+        "blocks": {key: {kind: counted.tolist() for kind, counted in one.items()} for key, one in part.blocks.items()},
         "rows": part.findings.rows,
         "excluded": part.findings.excluded,
     }
@@ -215,7 +216,7 @@ def test_statistics_do_not_depend_on_segments_or_batches(
 
 
 def test_a_sample_is_of_the_records_not_of_how_they_came() -> None:
-    rows = np.empty(5000, ROW)
+    rows = np.zeros(5000, ROW)
     rows["hash"] = identities(hello(), np.arange(5000))
     rows["seconds"] = np.arange(5000)
     assert len(np.unique(rows["hash"])) == 5000
@@ -342,9 +343,9 @@ def test_trees_are_counted_by_their_depth(tmp_path: Path) -> None:
 
 
 def test_folds_are_blocks() -> None:
-    rows = [record(record_seq=n) for n in range(FOLD_RECORDS * (FOLDS + 1))]
+    rows = [record(record_seq=n) for n in range(BLOCK_RECORDS * (FOLDS + 1))]
     with tempfile.TemporaryDirectory() as directory:
         timed = [msgspec.structs.replace(r, step=n, time=1e9 + 0.01 * n) for n, r in enumerate(rows)]
         part = part_of(write(Path(directory), timed, key=KEY))
     held = {fold: int(counted.sum()) // 2 for (_, _, fold), counted in part.accepted.items()}
-    assert held == {0: 2 * FOLD_RECORDS, 1: FOLD_RECORDS, 2: FOLD_RECORDS, 3: FOLD_RECORDS, 4: FOLD_RECORDS}
+    assert held == {0: 2 * BLOCK_RECORDS, 1: BLOCK_RECORDS, 2: BLOCK_RECORDS, 3: BLOCK_RECORDS, 4: BLOCK_RECORDS}

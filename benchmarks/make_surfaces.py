@@ -82,7 +82,8 @@ def surfaces() -> dict[str, dict[str, Any]]:
                 "cells": every,
             }
             found["h200-native-skip"] = {
-                "label": f"as h200-sglang, but K=0 at the cost of no speculation, as the decode-mode skip; {source}; {missing}",
+                "label": "as h200-sglang, but K=0 at the cost of no speculation, as the decode-mode skip; "
+                f"{source}; {missing}",
                 "cells": [
                     cell
                     for arm, cells in arms.items()

@@ -280,7 +280,8 @@ def merge(args: argparse.Namespace) -> int:
         common = {
             "attention": attention, "machine": machine_name(gpu),
             "sglang_version": next((r["sglang"] for r in runs if "sglang" in r), "unknown"),
-            "overlap": runs[0]["overlap"], "ring_mb": runs[0]["ring_mb"], "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "overlap": runs[0]["overlap"], "ring_mb": runs[0]["ring_mb"],
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
         }  # fmt: skip
         plain: dict[tuple[int, int], list[list[list[Any]]]] = {}
         for r in runs:
@@ -340,7 +341,7 @@ def main() -> int:
     measure.add_argument("--arm", choices=["none", "rotate"], required=True)
     measure.add_argument("--label", default="", help="name of the raw file beside the attention, default the arm")
     measure.add_argument("--raw", type=Path, required=True, help="folder of the raw files")
-    measure.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="of the rotation; the same for every run")
+    measure.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="of the rotation; alike in every run")
     measure.add_argument("--no-overlap", action="store_true")
     measure.add_argument("--profile", action="store_true", help="profile some cells instead of timing all")
     measure.add_argument("--seconds", type=float, default=1e9, help="begin no further cell after this time")

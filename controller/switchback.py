@@ -35,7 +35,7 @@ from controller.replay_statistics import student_975
 from policies.interface import Grid, Plan
 from sglang_hooks.wire import MASKED, DecisionSource, Hello, StepRecord
 
-CLAIM_PAIRS = 5
+CLAIM_PAIRS = 10
 """Fewer say nothing: their spread is not known."""
 KEPT_PAIRS = 200
 """The newest that count: older ones are of another load, and at a tenth of the time 200 take three days."""

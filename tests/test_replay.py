@@ -437,7 +437,7 @@ def test_bad_arrivals_name_file_line_and_column(tmp_path: Path, text: str, error
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("fastest", "no policy is called 'fastest': use one of batch-table, goodput, informed-greedy, none, sglang, static, threshold"),  # noqa: E501
+        ("fastest", "no policy is called 'fastest': use one of batch-table, goodput, informed-greedy, neural, none, sglang, static, threshold"),  # noqa: E501
         ("static", "policy 'static': a whole number must follow the colon"),
         ("static:x", "policy 'static:x': a whole number must follow the colon, not 'x'"),
         ("batch-table:8:1", "policy 'batch-table:8:1': batch sizes must rise from 1 on"),

@@ -276,7 +276,7 @@ def test_the_gain_that_is_measured_is_the_true_one(rig: Callable[..., Rig]) -> N
     one = rig(StaticPolicy(3), SHORT, fallback=1)
     one.run(20.0)
     assert one.shown.measured is None
-    assert "not known yet: 2 of 5 pairs" in one.shown.text
+    assert f"not known yet: 2 of {CLAIM_PAIRS} pairs" in one.shown.text
     one.run(300.0)
     shown = one.shown
     assert shown.pairs >= 36
@@ -357,7 +357,7 @@ def test_nothing_is_claimed_without_pairs(rig: Callable[..., Rig]) -> None:
     one.run(30.0)
     assert one.shown.measured is None
     assert (one.shown.pairs, one.shown.off_seconds) == (0, 0.0)
-    assert one.shown.text == "not known yet: 0 of 5 pairs of blocks measured"
+    assert one.shown.text == f"not known yet: 0 of {CLAIM_PAIRS} pairs of blocks measured"
 
 
 def test_a_tie_is_no_gain_and_no_loss(rig: Callable[..., Rig]) -> None:

@@ -41,8 +41,9 @@ KEPT_PAIRS = 200
 """The newest that count: older ones are of another load, and at a tenth of the time 200 take three days."""
 MATCHED_STEPS = 50.0
 """Steps of equal batch size that a pair must have, in steps of each arm."""
-TRIAL_PAIRS = 8
-"""When the policy is tried again, so many pairs come one after the other: it is in force half of that time."""
+TRIAL_PAIRS = CLAIM_PAIRS + 2
+"""When the policy is tried again, so many pairs come one after the other, enough to tell whether it still loses:
+it is in force half of that time."""
 LEVEL_ERROR = 0.05
 TIGHTEST_PAIRS = 20
 """The confidence sequence is tightest about there."""

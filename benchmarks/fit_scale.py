@@ -142,8 +142,8 @@ def renumbered(batches: list[Any], steps: int, rng: np.random.Generator) -> Iter
             yield pa.record_batch(arrays, schema=SCHEMA)
 
 
-def measured(command: list[str]) -> tuple[float, float]:
-    """Run a command on one core; return its seconds and its most memory, in MB."""
+def measured(command: list[str]) -> tuple[float, float, float]:
+    """Run a command on one core; return its seconds, those of them it had the core, and its most memory, in MB."""
     core = min(os.sched_getaffinity(0))
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     begin = time.perf_counter()
@@ -157,7 +157,7 @@ def measured(command: list[str]) -> tuple[float, float]:
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {child.returncode}")
-    return time.perf_counter() - begin, usage.ru_maxrss / 1024.0
+    return time.perf_counter() - begin, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024.0
 
 
 def main() -> int:
@@ -176,13 +176,14 @@ def main() -> int:
             report = folder / "report.json"
             prior = folder / "prior.json"
             command = [sys.executable, "-m", "controller.cli", "fit", str(folder / "trace")]
-            seconds, memory = measured([*command, "-o", str(prior), "--json", str(report)])
+            seconds, cpu_seconds, memory = measured([*command, "-o", str(prior), "--json", str(report)])
             (fit,) = json.loads(report.read_text())["fits"]
         rows.append(
             {
                 "steps": steps,
                 "trace_mb": round(size / 1e6),
                 "seconds": round(seconds, 1),
+                "cpu_seconds": round(cpu_seconds, 1),
                 "memory_mb": round(memory),
                 "excluded": fit["excluded"],
                 "cells": len(fit["cells"]),

@@ -195,10 +195,23 @@ def test_live_figures() -> None:
 
 
 def test_figures_of_the_fit() -> None:
-    documented = rows(section("offline.md", "What it costs"))
+    text = section("offline.md", "What fitting costs, and what it gives")
     measured = json.loads((ROOT / "benchmarks/fit_scale.json").read_text())
-    assert documented == [
-        [f"{fit['steps']:,}", f"{fit['trace_mb']:,}", str(fit["seconds"]), str(fit["memory_mb"])]
-        for fit in measured["fits"]
+    starts = json.loads((ROOT / "benchmarks/fit_warm_start.json").read_text())["summary"]
+    shares = ("share_of_first_150", "choice_within_150", "within_150")
+    assert rows(text) == [
+        *(
+            [f"{fit['steps']:,}", f"{fit['trace_mb']:,}", str(fit["seconds"]), str(fit["memory_mb"])]
+            for fit in measured["fits"]
+        ),
+        *(
+            [
+                name,
+                *(f"{100 * found[share]:.1f} %" for share in shares),
+                *(f"{found[n]:.0f}" for n in ("median", "p95", "most")),
+            ]
+            for name, found in (("from nothing", starts["none"]), ("from the fitted prior", starts["fitted"]))
+        ),
     ]
-    assert f"mean batch of {measured['mean_batch']}" in (DOCS / "offline.md").read_text()
+    assert f"mean batch of {measured['mean_batch']}\n" in text
+    assert f"{starts['fitted']['runs']} runs on five" in text

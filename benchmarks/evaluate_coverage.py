@@ -73,8 +73,9 @@ def repeat(case: str, log: Log, target: Plan) -> list[Repetition]:
     found = []
     for estimator in ESTIMATORS:
         one = judged.sums["target"].estimate(estimator, judged.switches)
-        assert one is not None, judged.sums["target"].unanswered()
-        assert one.answered == 1.0, one
+        if one is None or one.answered < 1.0:
+            # Refused, or about a part of the steps, of which the truth is another.
+            continue
         found.append(
             Repetition(
                 case, estimator, log.seed, truth, one.estimate, one.low, one.high, one.effective_samples, differing
@@ -107,7 +108,7 @@ def summary(found: list[Repetition]) -> list[dict[str, object]]:
             {
                 "case": case,
                 "estimator": estimator,
-                "repetitions": len(own),
+                "answered_in_full": len(own),
                 "intervals_that_held_the_truth": held / len(own),
                 "largest_error": float(np.abs(errors).max()),
                 "root_mean_square_error": float(np.sqrt((errors**2).mean())),

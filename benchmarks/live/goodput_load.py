@@ -1,7 +1,7 @@
-"""Is ``goodput`` never behind the best fixed K on a live server, and ahead when the load changes? Needs a GPU and SGLang.
+"""Is ``goodput`` as good as the best fixed K on a live server, and ahead when the load changes? Needs a GPU, SGLang.
 
-    python benchmarks/live/goodput_load.py run --models DIR --out DIR [--attention triton] [--seconds 420]
-    python benchmarks/live/goodput_load.py figures --out DIR
+    python benchmarks/live/goodput_load.py run --models DIR --raw DIR --out FILE [--attention triton]
+    python benchmarks/live/goodput_load.py figures --raw DIR --out FILE
 
 One SGLang engine with the plugin, and ``specpilot controller`` with the learned policy beside it. All
 arms run on this one engine, in blocks of a few seconds between which nothing restarts and requests go
@@ -17,14 +17,13 @@ passed, prefills included. ``best_fixed`` is the fixed K that turned out best af
 
 Changing load: one pass an arm through phases of concurrency and acceptance; what counts is the tokens of a pass.
 
-Raw steps go to OUT/raw; OUT/goodput_load.json is written anew after each cell and pass.
+Steps, logs and the controller's trace go to the raw folder; the figures are written anew after each cell and pass.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import os
 import random
@@ -235,20 +234,24 @@ def read_rows(path: Path) -> dict[int, list[list[float]]]:
     return rows
 
 
-def write_figures(out: Path) -> dict[str, Any]:
-    """Make OUT/goodput_load.json of what OUT/raw holds; return it."""
-    raw = out / "raw"
+def replace(path: Path, text: str) -> None:
+    """Write in one move: whoever reads it meanwhile, or after the machine has gone, finds it whole."""
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def write_figures(raw: Path, out: Path) -> dict[str, Any]:
+    """Make the file of figures of what ``raw`` holds; return them."""
     measured = json.loads((raw / "blocks.json").read_text())
     rows = read_rows(raw / "steps.jsonl")
     common = measured["common"]
     result: dict[str, Any] = {
         "cells": [{**cell, **common} for blocks in measured["cells"] for cell in cell_figures(blocks, rows)],
         "changing": [{**one, **common} for one in pass_figures(measured["passes"], rows)],
-        **{key: measured[key] for key in ("status", "reasons", "failed", "said") if key in measured},
+        **{key: measured[key] for key in ("status", "reasons", "failed", "said", "controller_said") if key in measured},
     }
-    temporary = out / "goodput_load.json.new"
-    temporary.write_text(json.dumps(result, indent=1) + "\n")
-    temporary.replace(out / "goodput_load.json")
+    replace(out, json.dumps(result, indent=1) + "\n")
     return result
 
 
@@ -301,8 +304,7 @@ class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.begun = time.monotonic()
-        self.out: Path = args.out
-        self.raw = self.out / "raw"
+        self.raw: Path = args.raw
         self.raw.mkdir(parents=True, exist_ok=True)
         for stale in ("steps.jsonl", "blocks.json"):
             (self.raw / stale).unlink(missing_ok=True)
@@ -327,7 +329,7 @@ class Run:
         # Nothing was learned before: the first visit is cold.
         config.write_text(
             f'[controller]\nendpoint = "{self.endpoint}"\n[policy]\nname = "goodput"\n'
-            f'[trace]\ndirectory = "{self.folder}/trace"\n[prior]\ndirectory = ""\n'
+            f'[trace]\ndirectory = "{self.raw.resolve()}/trace"\n[prior]\ndirectory = ""\n'
         )
         log = (self.raw / "controller.log").open("w")
         command = [sys.executable, "-m", "controller.cli", "controller", "--config", str(config)]
@@ -346,7 +348,7 @@ class Run:
         import torch
 
         self.engine = sglang.Engine(**engine_options(self.args, self.folder))
-        self.deadline = time.monotonic() + self.args.seconds
+        self.deadline = min(time.monotonic() + self.args.seconds, self.begun + self.args.limit)
         self.load = Load(self.engine)
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
         self.measured["common"] = {
@@ -373,15 +375,13 @@ class Run:
         """Ask the controller while the server still runs: its shutdown kills all our children."""
         time.sleep(1.2)  # the hooks report once a second
         self.measured["status"] = self.ask()
-        self.measured["said"] = [*self.grep("engine.log", "specpilot:", "Error", "Traceback")[:40],
-                                 *self.grep("controller.log", "WARN", "ERROR", "Traceback", "specpilot:")[:40]]  # fmt: skip
+        self.measured["said"] = self.grep("engine.log", "specpilot:", "Error", "Traceback")[:40]
+        self.measured["controller_said"] = self.grep("controller.log", "")[:40]
         self.write()
 
     def write(self) -> dict[str, Any]:
-        temporary = self.raw / "blocks.json.new"
-        temporary.write_text(json.dumps(self.measured))
-        temporary.replace(self.raw / "blocks.json")
-        return write_figures(self.out)
+        replace(self.raw / "blocks.json", json.dumps(self.measured))
+        return write_figures(self.raw, self.args.out)
 
     # -- blocks --
 
@@ -417,8 +417,10 @@ class Run:
             if self.left() < len(order) * BLOCK_SECONDS:
                 break
             for arm in order:
-                blocks.append(await self.block(arm, ACCEPTANCE, concurrency, BLOCK_SECONDS, kind="turn",
-                                               repetition=repetition))  # fmt: skip
+                block = await self.block(
+                    arm, ACCEPTANCE, concurrency, BLOCK_SECONDS, kind="turn", repetition=repetition
+                )
+                blocks.append(block)
         await self.over()
         self.measured["cells"].append(blocks)
         await self.note(f"concurrency {concurrency}")
@@ -449,9 +451,8 @@ class Run:
 
     async def note(self, after: str) -> None:
         status = await asyncio.get_running_loop().run_in_executor(None, self.ask)
-        servers = status.get("servers") or [{}]
-        self.measured["reasons"].append({"after": after, "reason": servers[0].get("reason", status.get("error", "")),
-                                         "source": servers[0].get("source"), "note": servers[0].get("note")})  # fmt: skip
+        server = (status.get("servers") or [{"reason": status.get("error", "no server")}])[0]
+        self.measured["reasons"].append({"after": after, **{k: server.get(k) for k in ("reason", "source", "note")}})
 
     def say_cell(self, cell: dict[str, Any]) -> None:
         text = (f"c={cell['concurrency']} {cell['arm']}: {cell['tokens_per_second']:.0f} tok/s "
@@ -460,9 +461,7 @@ class Run:
         if cell["arm"] in ("goodput", "sglang"):
             text += f", K {cell['share_by_steps']}, explored {cell['explored_share']:.3f}"
         if cold := cell.get("cold"):
-            text += (
-                f"; cold {cold['of_best_fixed']:.3f}, settled after {cold['settled_after_steps']} of {cold['steps']}"
-            )
+            text += f"; cold {cold['of_best_fixed']:.3f}, settled at {cold['settled_after_steps']} of {cold['steps']}"
         self.say(text)
 
     # -- the whole --
@@ -475,13 +474,12 @@ class Run:
         self.say("warm")
         cell_seconds = len(self.arms) * BLOCK_SECONDS * 2 + COLD_SECONDS + 8  # two repetitions at least
         pass_seconds = len(PHASES) * PHASE_SECONDS + 6
-        again = PASSES[:-1][::-1] if not self.args.sglang else PASSES[::-1]
-        passes = [arm for arm in PASSES if self.args.sglang or arm != SGLANG]
+        passes = [arm for arm in PASSES if arm in self.arms]
         work: list[tuple[str, float, Any, int]] = [
             *(("cell", cell_seconds, self.cell, c) for c in CONCURRENCIES),
             *(("pass", pass_seconds, self.one_pass, arm) for arm in passes[:3]),
             *(("cell", cell_seconds, self.cell, c) for c in FURTHER_CONCURRENCIES),
-            *(("pass", pass_seconds, self.one_pass, arm) for arm in itertools.chain(passes[3:], again)),
+            *(("pass", pass_seconds, self.one_pass, arm) for arm in (*passes[3:], *passes[::-1])),
         ]
         for name, seconds, do, argument in work:
             if self.left() < seconds:
@@ -553,14 +551,16 @@ def main() -> int:
     running.add_argument("--models", required=True)
     running.add_argument("--attention", default="triton")
     running.add_argument("--seconds", type=float, default=420.0, help="after the engine has started")
+    running.add_argument("--limit", type=float, default=1e9, help="seconds, the engine's start included")
     running.add_argument("--sglang", action="store_true", help="an arm more: SGLang's own adaptive rule")
     running.add_argument("--extra", default="{}", help="JSON of further engine options")
     again = commands.add_parser("figures", help="make the figures anew of what OUT/raw holds")
     for command in (running, again):
-        command.add_argument("--out", type=Path, required=True)
+        command.add_argument("--raw", type=Path, required=True, help="folder of steps and logs")
+        command.add_argument("--out", type=Path, required=True, help="file of figures")
     args = parser.parse_args()
     if args.command == "figures":
-        write_figures(args.out)
+        write_figures(args.raw, args.out)
         return 0
     return run(args)
 

@@ -53,7 +53,7 @@ CONCURRENCIES = [1, 16, 64, 128]
 FURTHER_CONCURRENCIES = [4, 256]
 """After the changing load, if there is time."""
 REPETITIONS = 3
-BLOCK_SECONDS, COLD_SECONDS = 2.0, 3.0
+BLOCK_SECONDS, COLD_SECONDS = 2.0, 5.0
 WASHOUT_SECONDS = 0.25
 """Of each block left out: what was in flight, and the switch that the benchmark itself caused."""
 PHASES = [(1, 0.8), (64, 0.8), (4, 0.8), (16, 0.4), (128, 0.4), (4, 0.4), (16, 0.8)]
@@ -163,6 +163,7 @@ def cell_figures(blocks: list[dict[str, Any]], rows: dict[int, list[list[float]]
             "arm": arm_name(arm),
             "repetitions": len(figures),
         }
+        of_best_fixed = {}
         for name in RATES:
             values = summary([f[name] for f in alone])
             cell[name] = round(values["median"], 1)
@@ -170,9 +171,10 @@ def cell_figures(blocks: list[dict[str, Any]], rows: dict[int, list[list[float]]
                 cell["quartiles"] = [round(x, 1) for x in values["quartiles"]]
             pairs = [f[name] / of_best[n][name] for n, f in figures if n in of_best and of_best[n][name]]
             if pairs:
-                cell[f"of_best_fixed_{name}" if name != "tokens_per_second" else "of_best_fixed"] = summary(pairs)
+                of_best_fixed[name] = summary(pairs) | {"by_repetition": [round(pair, 4) for pair in pairs]}
         cell |= {
             "best_fixed": arm_name(best),
+            "of_best_fixed": of_best_fixed,
             "mean_batch": round(statistics.mean(f["mean_batch"] for f in alone), 1),
             "steps": sum(f["steps"] for f in alone),
             "adjacent_share": round(statistics.mean(f["adjacent_share"] for f in alone), 3),
@@ -304,7 +306,7 @@ class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.begun = time.monotonic()
-        self.raw: Path = args.raw
+        self.raw: Path = args.raw.resolve()
         self.raw.mkdir(parents=True, exist_ok=True)
         for stale in ("steps.jsonl", "blocks.json"):
             (self.raw / stale).unlink(missing_ok=True)
@@ -329,7 +331,7 @@ class Run:
         # Nothing was learned before: the first visit is cold.
         config.write_text(
             f'[controller]\nendpoint = "{self.endpoint}"\n[policy]\nname = "goodput"\n'
-            f'[trace]\ndirectory = "{self.raw.resolve()}/trace"\n[prior]\ndirectory = ""\n'
+            f'[trace]\ndirectory = "{self.raw}/trace"\n[prior]\ndirectory = ""\n'
         )
         log = (self.raw / "controller.log").open("w")
         command = [sys.executable, "-m", "controller.cli", "controller", "--config", str(config)]
@@ -455,10 +457,10 @@ class Run:
         self.measured["reasons"].append({"after": after, **{k: server.get(k) for k in ("reason", "source", "note")}})
 
     def say_cell(self, cell: dict[str, Any]) -> None:
+        ratios = cell["of_best_fixed"].get("tokens_per_second", {}).get("by_repetition")
         text = (f"c={cell['concurrency']} {cell['arm']}: {cell['tokens_per_second']:.0f} tok/s "
-                f"(wall {cell['wall_tokens_per_second']:.0f}), of {cell['best_fixed']} "
-                f"{cell['of_best_fixed']['median']:.4f} {cell['of_best_fixed']['range']}")  # fmt: skip
-        if cell["arm"] in ("goodput", "sglang"):
+                f"(wall {cell['wall_tokens_per_second']:.0f}), of {cell['best_fixed']} {ratios}")  # fmt: skip
+        if not cell["arm"].startswith("K="):
             text += f", K {cell['share_by_steps']}, explored {cell['explored_share']:.3f}"
         if cold := cell.get("cold"):
             text += f"; cold {cold['of_best_fixed']:.3f}, settled at {cold['settled_after_steps']} of {cold['steps']}"
@@ -536,7 +538,10 @@ def run(args: argparse.Namespace) -> int:
         this.engine.loop.run_until_complete(this.everything())
     finally:
         this.finish()
-        this.say(f"{len(this.measured['cells'])} cells, {len(this.measured['passes'])} passes")
+        for one in this.write()["changing"]:
+            this.say(
+                f"changing, {one['arm']}: {one['tokens_per_second']:.0f} tok/s, of each fixed {one['of_each_fixed']}"
+            )
         assert this.controller is not None
         this.controller.terminate()
         this.controller.wait(10)

@@ -1,9 +1,9 @@
-"""Is ``goodput`` as good as the best fixed K on a live server, and ahead when the load changes? Needs a GPU, SGLang.
+"""Is ``goodput`` as good as the best fixed K on a live server, and ahead when the load changes?
 
     python benchmarks/live/goodput_load.py run --models DIR --raw DIR --out FILE [--attention triton]
     python benchmarks/live/goodput_load.py figures --raw DIR --out FILE
 
-One SGLang engine with the plugin, and ``specpilot controller`` with the learned policy beside it. All
+Needs a GPU and SGLang. One engine with the plugin, and ``specpilot controller`` with the learned policy beside it. All
 arms run on this one engine, in blocks of a few seconds between which nothing restarts and requests go
 on (``goodput_arms.py``): every candidate as a fixed K, the table that the controller sends, and SGLang's
 own adaptive rule. Weights are random, so acceptance is simulated: each draft of each request with

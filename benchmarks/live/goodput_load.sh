@@ -20,7 +20,8 @@ nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.max.sm --format=csv
 left=$(( budget - SECONDS ))
 timeout -k 5 "$(( left - 10 ))" python3 "$here/goodput_load.py" run --models "$root/models" --raw "$raw" \
   --out "$out/goodput_load.json" --attention "$attention" --limit "$(( left - 35 ))" "$@" 2>&1 | cut -c1-500
-echo "exit ${PIPESTATUS[0]} at $SECONDS s"
+status="${PIPESTATUS[0]}"; echo "exit $status at $SECONDS s"
+[ "$status" = 0 ] || tail -n 30 "$raw/engine.log" | cut -c1-250
 grep -aE 'Error|specpilot:' "$raw/engine.log" | cut -c1-250 | tail -n 8
 tail -n 5 "$raw/controller.log" | cut -c1-250
 tar cf - -C "$raw" . | xz -1 -T0 > "$out/logs.tar.xz"

@@ -11,9 +11,12 @@ SECONDS=0
 . "$(dirname "$0")/setup_rig.sh"
 [ -n "$out" ] || { echo "unpacked to $root"; exit 0; }
 raw="$root/goodput-$attention"; extra="$root/extra"
-rm -rf "$raw" "$extra"; mkdir -p "$raw" "$extra" "$out"
-for wheel in "$bundle2"/*.whl; do python3 -m zipfile -e "$wheel" "$extra"; done
-for archive in "$bundle2"/*.tar.xz; do tar xf "$archive" -C "$extra"; done
+rm -rf "$raw"; mkdir -p "$raw" "$out"
+if [ ! -d "$extra" ]; then
+  mkdir "$extra"
+  for wheel in "$bundle2"/*.whl; do python3 -m zipfile -e "$wheel" "$extra"; done
+  for archive in "$bundle2"/*.tar.xz; do tar xf "$archive" -C "$extra"; done
+fi
 export PYTHONPATH="$root/specpilot:$extra:$root/site"
 python3 -c 'import controller.cli, controller.trace' || { echo "the controller cannot start, see above"; exit 1; }
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.max.sm --format=csv

@@ -67,7 +67,7 @@ def surface_of(sums: FoldSums, fitted: Fitted, inferred: Inferred) -> NamedSurfa
     return NamedSurface(
         "fitted",
         f"model-based: fitted to the steps of {inferred.server}",
-        ContextSurface(sizes, costs, factor),
+        ContextSurface(sizes, costs, factor, inferred.hello.skip),
         ContextSurface(sizes, plain, factor),
     )
 

@@ -301,6 +301,7 @@ class SimServer:
             overlap=overlap,
             gpu="simulated H200",
             sglang_version="simulated",
+            skip=surface.skip,
         )
         self._started_at = clock.now()
         self._started_wall = time.time()

@@ -478,7 +478,7 @@ class Run:
         pass_seconds = len(PHASES) * PHASE_SECONDS + 6
         passes = [arm for arm in PASSES if arm in self.arms]
         work: list[tuple[str, float, Any, int]] = [
-            *(("cell", cell_seconds, self.cell, c) for c in CONCURRENCIES),
+            *(("cell", cell_seconds, self.cell, c) for c in self.args.concurrencies),
             *(("pass", pass_seconds, self.one_pass, arm) for arm in passes[:3]),
             *(("cell", cell_seconds, self.cell, c) for c in FURTHER_CONCURRENCIES),
             *(("pass", pass_seconds, self.one_pass, arm) for arm in (*passes[3:], *passes[::-1])),
@@ -558,6 +558,9 @@ def main() -> int:
     running.add_argument("--seconds", type=float, default=420.0, help="after the engine has started")
     running.add_argument("--limit", type=float, default=1e9, help="seconds, the engine's start included")
     running.add_argument("--sglang", action="store_true", help="an arm more: SGLang's own adaptive rule")
+    running.add_argument(
+        "--concurrencies", type=int, nargs="+", default=CONCURRENCIES, help="of the cells before the changing load"
+    )
     running.add_argument("--extra", default="{}", help="JSON of further engine options")
     again = commands.add_parser("figures", help="make the figures anew of what OUT/raw holds")
     for command in (running, again):

@@ -1,4 +1,4 @@
-"""The command line: ``specpilot controller | status | trace info | replay | demo | bench hook``."""
+"""The command line: ``specpilot controller | status | set | trace info | replay | demo | bench hook``."""
 
 from __future__ import annotations
 
@@ -50,6 +50,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.set_defaults(run=_status)
+
+    command = commands.add_parser("set", help="change policy, mode or switchback while everything runs, or show them")
+    command.add_argument("values", nargs="*", metavar="KEY=VALUE", help="such as policy.max_steps=3; KEY= undoes it")
+    command.add_argument("--server", default="", metavar="NAME", help="only of this one (default: of all)")
+    command.add_argument("--for", dest="seconds", type=float, default=0.0, metavar="SECONDS", help="and then undo it")
+    command.add_argument("--reset", action="store_true", help="first take back everything that was set")
+    command.add_argument(
+        "--endpoint", default="", help="of the controller (default: $SPECPILOT_ENDPOINT, or its default)"
+    )
+    command.add_argument("--json", action="store_true", help="print what is in force as JSON")
+    command.set_defaults(run=_set)
 
     trace = commands.add_parser("trace", help="look into trace logs").add_subparsers(required=True, metavar="WHAT")
     command = trace.add_parser("info", help="what a trace holds, what it lost, and whether it is whole")
@@ -134,9 +145,10 @@ def _controller(options: argparse.Namespace, console: Console) -> int:  # noqa: 
     from controller.service import Service
 
     config = load_config(options.config)
-    service = Service(config)
+    service = Service(config, file=options.config)
     signal.signal(signal.SIGTERM, lambda *_: service.stop())
     signal.signal(signal.SIGINT, lambda *_: service.stop())
+    signal.signal(signal.SIGHUP, lambda *_: service.reload())
     logging.getLogger(__name__).info(
         "listening; start servers with SPECPILOT_ENDPOINT=%s in their environment", service.endpoint
     )
@@ -160,6 +172,20 @@ def _status(options: argparse.Namespace, console: Console) -> int:
     else:
         print_status(status, console)
     return 0
+
+
+def _set(options: argparse.Namespace, console: Console) -> int:
+    from controller.set_command import set_command
+    from controller.status import StatusError
+
+    endpoint = options.endpoint or os.environ.get("SPECPILOT_ENDPOINT") or default_endpoint()
+    try:
+        return set_command(
+            endpoint, options.values, options.server, options.seconds, options.reset, options.json, console
+        )
+    except StatusError as error:
+        sys.stderr.write(f"specpilot: {error}\n")
+        return FAILED
 
 
 def _trace_info(options: argparse.Namespace, console: Console) -> int:

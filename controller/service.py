@@ -18,15 +18,17 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from controller.config import Config, ConfigError, GoodputPolicy, default_endpoint
+from controller.config import Config, ConfigError, GoodputPolicy, ServerConfig, default_endpoint
 from controller.endpoint import Endpoint
+from controller.live_config import Layers, LiveConfig
 from controller.pace import Pace
 from controller.priors import PriorStore
 from controller.session import ALIVE_SECONDS, REPUSH_SECONDS, RIVAL_SECONDS, Session
 from controller.status import ControllerStatus
-from controller.switchback import Arm, Switchback, fallback_plan
+from controller.switchback import Arm, Stored, Switchback, fallback_plan
 from controller.trace import TraceWriter, check_directory
 from policies.cost_prior import fingerprint
+from policies.goodput import Goodput
 from policies.interface import Plan, Policy, PolicyError
 from sglang_hooks.wire import (
     DecisionSource,
@@ -36,6 +38,8 @@ from sglang_hooks.wire import (
     HelloRequest,
     HookState,
     Lease,
+    SetReply,
+    SetRequest,
     StatusReport,
     StatusRequest,
     StepBatch,
@@ -73,14 +77,20 @@ class Service:
         config: Config,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        file: Path | None = None,
     ) -> None:
-        """Check the trace directory and bind the socket; ConfigError says what is in the way."""
-        self._config = config
+        """Check the trace directory and bind the socket; ConfigError says what is in the way.
+
+        ``file``: where ``config`` was read from, to be followed.
+        """
+        self._live = LiveConfig(config, file)
+        self._config = config = self._live.config
         self._clock = clock
         self._wall_clock = wall_clock
         self._started_at = clock()
         # What the policy needs and cannot be read is an error now, not when the first server connects.
-        config.policy.build(None)
+        for one in config.all_servers:
+            one.policy.build(None)
         self._trace_directory = Path(config.trace.directory) if config.trace.directory else None
         self._endpoint = Endpoint(config.controller.endpoint or default_endpoint())
         if self._trace_directory is not None:
@@ -90,18 +100,17 @@ class Service:
                 self._endpoint.close()
                 raise
         self._priors: PriorStore | None = None
-        if config.prior.directory and (isinstance(config.policy, GoodputPolicy) or config.switchback.share):
-            try:
-                self._priors = PriorStore(Path(config.prior.directory))
-            except ConfigError:
-                self._endpoint.close()
-                raise
+        try:
+            self._priors = self._priors_for(config)
+        except ConfigError:
+            self._endpoint.close()
+            raise
         self._decoder = FrameDecoder(FromHook)
         self._sessions: dict[str, Session] = {}
         self._by_address: dict[bytes, Session] = {}
         self._strangers: dict[bytes, Stranger] = {}
         self._refused = 0
-        self._stopping = False
+        self._stopping = self._reload = False
 
     @property
     def endpoint(self) -> str:
@@ -111,6 +120,10 @@ class Service:
     def stop(self) -> None:
         """Make ``run`` return; safe to call from a signal handler."""
         self._stopping = True
+
+    def reload(self) -> None:
+        """Read the file again, changed or not; safe to call from a signal handler."""
+        self._reload = True
 
     def run(self) -> None:
         """Serve until ``stop``."""
@@ -138,6 +151,7 @@ class Service:
     def _tend(self) -> None:
         """Do what time demands."""
         now = self._clock()
+        self._follow_config(now)
         for session in list(self._sessions.values()):
             turning = session.switchback is not None and session.switchback.due(now)
             if session.pace.due(now, session.policy.urgent) or turning:
@@ -167,6 +181,11 @@ class Service:
         if isinstance(message, StatusRequest):
             report = msgspec.json.encode(self.status())
             self._endpoint.socket.send_multipart([address, encode(StatusReport(report))], zmq.NOBLOCK)
+            return
+        if isinstance(message, SetRequest):
+            refused = self._set(message)
+            report = msgspec.json.encode(self._live.report(self._clock(), [*self._sessions]))
+            self._endpoint.socket.send_multipart([address, encode(SetReply(refused, report))], zmq.NOBLOCK)
             return
         if isinstance(message, Hello):
             self._greet(address, message)
@@ -199,11 +218,14 @@ class Service:
         now = self._clock()
         session = self._sessions.get(key)
         if session is None:
+            config = self._config.for_server(key)
             trace = None
             if self._trace_directory is not None:
                 trace = TraceWriter(self._trace_directory, key, hello, self._config.trace)
             pace = Pace(self._config.controller.decide_seconds)
-            session = self._sessions[key] = Session(key, self._policy_for(hello), pace, trace, self._clock)
+            session = self._sessions[key] = Session(
+                key, config, self._policy_for(hello, config), pace, trace, self._clock
+            )
             session.saved_at = now
             logger.info(
                 "%s connected: %s on %s, candidate steps %s",
@@ -219,15 +241,15 @@ class Service:
             logger.info("%s restarted", key)
             if fingerprint(session.hello) != fingerprint(hello):
                 self._save_prior(session)
-                session.policy, session.failed = self._policy_for(hello), False
+                session.policy, session.failed = self._policy_for(hello, session.config), False
+                session.shelved = None
             session.next_seq = session.state = None
             session.rival_heard_at = float("-inf")
         self._by_address.pop(session.address, None)
         self._by_address[address] = session
         session.address = address
         session.heard_at = now
-        if session.trace is not None:
-            session.trace.update_hello(hello)
+        self._describe(session, hello)
         changed = session.hello is None or session.hello.instance != hello.instance
         if changed:
             self._set_up_switchback(session, hello, now)
@@ -299,22 +321,28 @@ class Service:
 
     def _set_up_switchback(self, session: Session, hello: Hello, now: float) -> None:
         """Begin to measure, or go on after a restart of the controller or of the server."""
-        old = session.hello
-        if not self._config.switchback.share or hello.mode != "control":
+        before = session.switchback
+        config = session.config.switchback
+        if not config.share or session.mode_of(hello) != "control":
             session.switchback = None  # in shadow mode the fallback is in force whoever decides
             return
-        identity = self._switchback_identity(hello)
-        if session.switchback is not None and old is not None and self._switchback_identity(old) == identity:
-            session.switchback.interrupted(now)
+        identity = self._switchback_identity(session, hello)
+        same = before is not None and session.switchback_of == identity
+        if before is not None:
+            before.interrupted(now)
+        if before is not None and same and before.config == config:
             return
-        session.switchback = Switchback(self._config.switchback, hello, session.seed, now)
-        stored = self._priors.load_switchback(session.key) if self._priors is not None else None
+        if before is not None and same:
+            stored: Stored | None = before.stored(identity, now, self._wall_clock())
+        else:
+            stored = self._priors.load_switchback(session.key) if self._priors is not None else None
+        session.switchback, session.switchback_of = Switchback(config, hello, session.seed, now), identity
         if stored is not None and stored.identity == identity:
             session.switchback.resume(stored, now, self._wall_clock())
 
-    def _switchback_identity(self, hello: Hello) -> str:
+    def _switchback_identity(self, session: Session, hello: Hello) -> str:
         """Return what a measurement is of: another policy, fallback or machine is another experiment."""
-        policy = msgspec.json.encode(self._config.policy).decode()
+        policy = msgspec.json.encode(session.config.policy).decode()
         return f"{fingerprint(hello)} fallback {hello.fallback_steps} policy {policy}"
 
     def _note_switchback(self, session: Session, switchback: Switchback, now: float) -> None:
@@ -325,11 +353,111 @@ class Service:
         if switchback.changed:
             switchback.changed = False
             if self._priors is not None and session.hello is not None:
-                identity = self._switchback_identity(session.hello)
+                identity = session.switchback_of
                 self._priors.save_switchback(session.key, switchback.stored(identity, now, self._wall_clock()))
 
-    def _policy_for(self, hello: Hello) -> Policy:
-        return self._config.policy.build(self._priors.load(hello) if self._priors is not None else None)
+    def _policy_for(self, hello: Hello, config: ServerConfig) -> Policy:
+        return config.policy.build(self._priors.load(hello) if self._priors is not None else None)
+
+    # -- changes of the configuration --
+
+    def _follow_config(self, now: float) -> None:
+        """Take in what was written into the file, and end what was set for a time."""
+        at_once, self._reload = self._reload, False
+        try:
+            edited = self._live.edited(now, at_once)
+            if edited is not None:
+                self._reconfigure(edited)
+                self._live.error = ""
+        except ConfigError as error:
+            self._live.error = f"{error}; what was in force before stays so"
+            logger.error("%s", self._live.error)
+        expired = self._live.expired(now)
+        if expired is not None:
+            logger.info("what was set for a time is over")
+            try:
+                self._reconfigure(expired, tried=False)
+            except ConfigError as error:  # a file of a policy that is gone by now
+                logger.error("%s; what was set for a time stays in force", error)
+
+    def _set(self, request: SetRequest) -> str:
+        """Do what was asked for, and return why not; a request for nothing is one for the report."""
+        if not request.values and not request.reset:
+            return ""
+        known = {*self._config.servers, *self._sessions, *(key.rpartition("/")[0] for key in self._sessions)}
+        try:
+            if request.server and request.server not in known:
+                raise ConfigError(f"no server {request.server} is known here; there are {sorted(known) or 'none'}")
+            self._reconfigure(self._live.asked(request, self._clock()))
+        except ConfigError as error:
+            logger.error("not set: %s", error)
+            return str(error)
+        logger.info("set%s: %s", f" for {request.server}" if request.server else "", request.values or "as in the file")
+        return ""
+
+    def _reconfigure(self, layers: Layers, tried: bool = True) -> None:
+        """Put new layers in force for every server at once; ConfigError before anything has changed.
+
+        ``tried``: a policy that a server cannot have is an error.
+        """
+        now = self._clock()
+        config = self._live.build(layers)
+        priors = self._priors_for(config)
+        changes = []
+        for one in config.all_servers:
+            one.policy.build(None)
+        for session in self._sessions.values():
+            new = config.for_server(session.key)
+            if new != session.config:
+                changes.append((session, new, self._try(session, new, now) if tried else new.policy.build(None)))
+        self._live.commit(layers, config)
+        self._config, self._priors = config, priors
+        for session, new, policy in changes:
+            self._change(session, new, policy, now)
+
+    def _try(self, session: Session, new: ServerConfig, now: float) -> Policy:
+        """Return a fresh policy that can decide for this server; ConfigError if it cannot."""
+        policy = new.policy.build(None)
+        try:
+            if session.hello is not None and new.policy != session.config.policy and not session.policy_error:
+                policy.decide(session.hello, now)
+        except PolicyError as error:
+            raise ConfigError(str(error)) from error
+        return policy
+
+    def _change(self, session: Session, new: ServerConfig, fresh: Policy, now: float) -> None:
+        """Put a server's new configuration in force."""
+        old, session.config = session.config, new
+        hello = session.hello
+        assert hello is not None
+        if new.policy != old.policy:
+            self._save_prior(session)
+            if isinstance(session.policy, Goodput):
+                session.shelved = None if session.failed else session.policy
+            if isinstance(new.policy, GoodputPolicy):
+                learned = session.shelved or self._policy_for(hello, new)
+                assert isinstance(learned, Goodput)
+                new.policy.change(learned)
+                fresh = learned
+            session.policy, session.failed, session.policy_error, session.policy_note = fresh, False, "", ""
+        logger.info("%s: mode %s, policy %s", session.key, new.mode, msgspec.json.encode(new.policy).decode())
+        self._set_up_switchback(session, hello, now)
+        session.plan = None  # so that a table goes out, whose epoch tells records of the two apart
+        self._describe(session, hello)
+        self._decide(session, now)
+
+    def _describe(self, session: Session, hello: Hello) -> None:
+        """Tell the trace whose records follow, and by which configuration the tables from now on are made."""
+        if session.trace is not None:
+            mode = session.mode_of(hello)
+            session.trace.update_hello(msgspec.structs.replace(hello, mode=mode))
+            session.trace.update_config(session.config, max(session.epoch, hello.epoch) + 1, self._wall_clock())
+
+    def _priors_for(self, config: Config) -> PriorStore | None:
+        kept = any(isinstance(one.policy, GoodputPolicy) or one.switchback.share for one in config.all_servers)
+        if not config.prior.directory or not kept:
+            return None
+        return self._priors or PriorStore(Path(config.prior.directory))
 
     def _save_prior(self, session: Session) -> None:
         """Keep what was learned; a policy that failed has learned who knows what."""
@@ -348,7 +476,8 @@ class Service:
         session.epoch += 1
         session.plan = plan
         session.pushed_at = session.leased_at = now
-        table = plan.table(session.epoch, self._config.controller.lease_seconds, session.decider, session.seed)
+        shadow = session.config.mode == "shadow"
+        table = plan.table(session.epoch, self._config.controller.lease_seconds, session.decider, session.seed, shadow)
         session.tables[session.epoch] = (table, plan.reason, now)
         while len(session.tables) > 8:
             del session.tables[next(iter(session.tables))]
@@ -388,6 +517,7 @@ class Service:
             trace_bytes=max((trace.bytes_on_disk for trace in traces), default=0),
             trace_error="; ".join(trace.last_error for trace in traces if trace.last_error),
             refused_messages=self._refused,
+            config_error=self._live.error,
             prior_error=self._priors.error if self._priors is not None else "",
             servers=[session.status(now) for session in self._sessions.values()],
         )

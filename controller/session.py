@@ -7,10 +7,12 @@ import secrets
 from collections import Counter, deque
 from collections.abc import Callable
 
+from controller.config import ServerConfig
 from controller.pace import Pace
 from controller.status import ServerStatus
 from controller.switchback import Switchback
 from controller.trace import TraceWriter
+from policies.goodput import Goodput
 from policies.interface import Plan, Policy
 from sglang_hooks.wire import MASKED, DecisionSource, DecisionTable, Hello, HookState, StepBatch, StepRecord
 
@@ -29,13 +31,24 @@ class Session:
     """One server: what it said, what was learned for it, and the table it should hold."""
 
     def __init__(
-        self, key: str, policy: Policy, pace: Pace, trace: TraceWriter | None, clock: Callable[[], float]
+        self,
+        key: str,
+        config: ServerConfig,
+        policy: Policy,
+        pace: Pace,
+        trace: TraceWriter | None,
+        clock: Callable[[], float],
     ) -> None:
         self.key = key
+        self.config = config
         self.policy = policy
+        self.shelved: Goodput | None = None
+        """What has learned, while another policy is in force: it goes on from there when it is again."""
         self.pace = pace
         self.trace = trace
         self.switchback: Switchback | None = None
+        self.switchback_of = ""
+        """What that measures: a change of it begins anew."""
         self._clock = clock
         self.hello: Hello | None = None
         self.address = b""
@@ -95,9 +108,13 @@ class Session:
         self.plan = None
         self.policy_error = (
             f"policy {self.policy.name} failed in {where}, see the controller's log: it decides no more for this "
-            "server until the controller restarts"
+            "server until its policy is changed or the controller restarts"
         )
         logger.exception("%s: %s", self.key, self.policy_error)
+
+    def mode_of(self, hello: Hello) -> str:
+        """Return ``shadow`` if the server or the configuration wants nothing applied, else ``control``."""
+        return "shadow" if "shadow" in (self.config.mode, hello.mode) else "control"
 
     def conflict(self, now: float) -> str:
         """Return what to do about a second live server of this name, if there is one."""
@@ -122,7 +139,7 @@ class Session:
             model=hello.model,
             gpu=hello.gpu,
             sglang_version=hello.sglang_version,
-            mode=hello.mode,
+            mode=self.mode_of(hello),
             candidate_steps=hello.candidate_steps,
             silent_seconds=now - self.heard_at,
             source=source.name,

@@ -332,7 +332,7 @@ class Failing(Policy):
 def test_a_policy_that_fails_for_one_server_goes_on_for_the_others(
     tmp_path: Path, agents: Agents, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("controller.config.ThresholdPolicy.build", lambda self, prior: Failing())
+    monkeypatch.setattr("controller.config.ThresholdPolicy.build", lambda self, prior=None: Failing())
     settings = ControllerConfig(endpoint=f"ipc://{tmp_path}/c.ipc", lease_seconds=0.5)
     service = Service(Config(controller=settings, trace=TraceConfig(directory="")))
     good, bad = agents(settings.endpoint, "good"), agents(settings.endpoint, "bad")

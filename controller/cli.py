@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -120,6 +121,26 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--replay-seconds", type=float, default=60.0, help="of virtual time (0: no replay)")
     command.add_argument("--json", type=Path, help="write the rows")
     command.set_defaults(run=_evaluate)
+
+    command = commands.add_parser("compare", help="skip, each static K and the learned policy on a live server")
+    command.add_argument("url", metavar="URL", type=_url, help="of the server, such as http://127.0.0.1:30000")
+    command.add_argument("--server", default="", metavar="NAME", help="its name here, if several are connected")
+    command.add_argument("--concurrency", type=int, nargs="+", metavar="N", help="(default: 1 2 5 10 30 70 100 250)")
+    command.add_argument("--requests", type=int, default=0, help="of each run (default: 5 times N, at least 10)")
+    command.add_argument(
+        "--arms", nargs="+", default=[], metavar="ARM", help="such as skip static:3 goodput configured"
+    )
+    command.add_argument("--repetitions", type=int, default=3, help="of everything, for the intervals")
+    command.add_argument(
+        "--generator", default="", metavar="COMMAND", help="(default: python -m sglang.benchmark.serving)"
+    )
+    command.add_argument("--load", default="", metavar="ARGUMENTS", help="more of the generator's, in one quoted text")
+    command.add_argument("--json", type=Path, help="write every run and what comes of them")
+    command.add_argument("--png", type=Path, help="write a plot; needs matplotlib")
+    command.add_argument(
+        "--endpoint", default="", help="of the controller (default: $SPECPILOT_ENDPOINT, or its default)"
+    )
+    command.set_defaults(run=_compare)
 
     command = commands.add_parser("demo", help="a simulated server steered by a real controller, and a picture of it")
     command.add_argument("--seconds", type=float, default=30.0)
@@ -272,6 +293,31 @@ def _evaluate(options: argparse.Namespace, console: Console) -> int:
 
     request = Request(options.traces, options.policy, options.server, options.json, options.replay_seconds)
     return evaluate_command(request, console)
+
+
+def _url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError("use http://HOST:PORT or https://HOST:PORT")
+    return text.rstrip("/")
+
+
+def _compare(options: argparse.Namespace, console: Console) -> int:
+    from controller.compare import CONCURRENCY, Request, compare
+
+    request = Request(
+        url=options.url,
+        endpoint=options.endpoint or os.environ.get("SPECPILOT_ENDPOINT") or default_endpoint(),
+        server=options.server,
+        concurrency=options.concurrency or CONCURRENCY,
+        arms=options.arms,
+        repetitions=options.repetitions,
+        requests=options.requests,
+        generator=options.generator,
+        load=shlex.split(options.load),
+        json=options.json,
+        png=options.png,
+    )
+    return compare(request, console)
 
 
 def _demo(options: argparse.Namespace, console: Console) -> int:

@@ -384,6 +384,7 @@ class Service:
         """Do what was asked for, and return why not; a request for nothing is one for the report."""
         if not request.values and not request.reset:
             return ""
+        before = self._config
         known = {*self._config.servers, *self._sessions, *(key.rpartition("/")[0] for key in self._sessions)}
         try:
             if request.server and request.server not in known:
@@ -392,7 +393,9 @@ class Service:
         except ConfigError as error:
             logger.error("not set: %s", error)
             return str(error)
-        logger.info("set%s: %s", f" for {request.server}" if request.server else "", request.values or "as in the file")
+        if self._config != before:  # and not a renewal
+            whose = f" for {request.server}" if request.server else ""
+            logger.info("set%s: %s", whose, request.values or "as in the file")
         return ""
 
     def _reconfigure(self, layers: Layers, tried: bool = True) -> None:

@@ -12,10 +12,13 @@ from typing import Annotated, Any, Literal, cast
 
 import msgspec
 
+from policies.bounds import bounded
 from policies.goodput import Goodput
-from policies.interface import Policy
+from policies.interface import Plan, Policy
 from policies.static import Static
 from policies.threshold import Threshold
+from sglang_hooks.settings import max_steps_by_batch
+from sglang_hooks.wire import Hello
 
 Steps = Annotated[int, msgspec.Meta(ge=0, le=64)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
@@ -140,12 +143,32 @@ class SwitchbackConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
+class BoundsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[bounds]``: what no table goes beyond, whoever decides."""
+
+    steps: list[Steps] = []
+    """Only these K; empty: every candidate of the server."""
+    max_steps_by_batch: str = ""
+    """``16:3,64:0``: at most 3 from batch size 16 on, 0 from 64 on; as SPECPILOT_MAX_STEPS_BY_BATCH on the server."""
+
+    def __post_init__(self) -> None:
+        try:
+            max_steps_by_batch(self.max_steps_by_batch)
+        except ValueError as error:
+            raise ValueError(f"bounds.max_steps_by_batch = {self.max_steps_by_batch!r}: {error}") from error
+
+    def apply(self, plan: Plan, server: Hello) -> Plan:
+        """Return the plan within the bounds; PolicyError if they leave this server nothing."""
+        return bounded(plan, server.candidate_steps, self.steps, max_steps_by_batch(self.max_steps_by_batch))
+
+
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What can be changed while the controller runs, and can differ between servers."""
 
     mode: Literal["control", "shadow"] = "control"
     """``shadow``: tables are decided and recorded, but not applied."""
     policy: StaticPolicy | ThresholdPolicy | GoodputPolicy | NeuralPolicy = DEFAULT_POLICY
+    bounds: BoundsConfig = BoundsConfig()
     switchback: SwitchbackConfig = SwitchbackConfig()
 
 
@@ -170,7 +193,7 @@ class Config(ServerConfig, frozen=True, forbid_unknown_fields=True):
     def for_server(self, key: str) -> ServerConfig:
         """Return what holds for the server ``NAME/RANK``."""
         own = self.servers.get(key) or self.servers.get(key.rpartition("/")[0])
-        return own or ServerConfig(self.mode, self.policy, self.switchback)
+        return own or ServerConfig(**{name: getattr(self, name) for name in ServerConfig.__struct_fields__})
 
     @property
     def all_servers(self) -> list[ServerConfig]:

@@ -95,7 +95,7 @@ class LiveConfig:
 
     def build(self, layers: Layers) -> Config:
         """Return the configuration that ``layers`` make; ConfigError if it is wrong, or needs a restart."""
-        config = layers.build(self.source)
+        config = layers.build(self.source if layers.file is not self.layers.file else "set")
         for section in ("controller", "trace", "prior"):
             old, new = getattr(self.config, section), getattr(config, section)
             for name in old.__struct_fields__:
@@ -194,7 +194,7 @@ def _not_hot(key: str) -> str:
     struct = getattr(Config(), section, None)
     if isinstance(struct, msgspec.Struct) and name in struct.__struct_fields__:
         return cold(key)
-    return f"{key} is no key of the configuration that can be set; there are mode, policy.KEY and switchback.KEY"
+    return f"{key} is no key that can be set; there are mode, policy.KEY, bounds.KEY and switchback.KEY"
 
 
 def _value(key: str, text: str) -> Any:

@@ -295,6 +295,11 @@ class Service:
             return
         try:
             plan, note = session.policy.decide(hello, now), session.policy.note
+            session.decider = session.policy.name
+            # The policy has decided all the same: it goes on learning, and its budgets with it.
+            if session.switchback is not None and session.switchback.arm(now) is Arm.FALLBACK:
+                session.decider, plan = "fallback", fallback_plan(hello)
+            plan = session.config.bounds.apply(plan, hello)
         except PolicyError as error:
             if session.policy_error != str(error):
                 session.policy_error = str(error)
@@ -307,10 +312,6 @@ class Service:
         if note != session.policy_note:
             session.policy_note = note
             logger.warning("%s: %s", session.key, note or "what was noted is over")
-        session.decider = session.policy.name
-        # The policy has decided all the same: it goes on learning, and its budgets with it.
-        if session.switchback is not None and session.switchback.arm(now) is Arm.FALLBACK:
-            session.decider, plan = "fallback", fallback_plan(hello)
         if plan != session.plan:
             self._push(session, plan, now)
         else:
@@ -422,8 +423,8 @@ class Service:
         """Return a fresh policy that can decide for this server; ConfigError if it cannot."""
         policy = new.policy.build(None)
         try:
-            if session.hello is not None and new.policy != session.config.policy and not session.policy_error:
-                policy.decide(session.hello, now)
+            if session.hello is not None and not session.policy_error:
+                new.bounds.apply(policy.decide(session.hello, now), session.hello)
         except PolicyError as error:
             raise ConfigError(str(error)) from error
         return policy

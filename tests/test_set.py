@@ -95,6 +95,8 @@ def test_set_is_applied_shown_and_taken_back(make: Make, agents: Agents) -> None
         (["policy.steps=1", "--server", "other"], "no server other is known"),
         (["policy.steps=1", "--for", "-3"], "--for"),
         (["policy.steps=1 2"], "policy.steps"),
+        (["bounds.steps=[2]"], "bounds.steps = [2] has none of the candidate steps [0, 1, 3]"),
+        (["bounds.max_steps_by_batch=16:x"], "bounds.max_steps_by_batch = '16:x'"),
     ],
 )
 def test_what_is_wrong_is_named_and_changes_nothing(
@@ -182,6 +184,18 @@ def test_a_pin_of_one_server_ends_by_itself(make: Make, agents: Agents) -> None:
     until(lambda: steps_at(pinned) == 1, 3.0)
     assert time.monotonic() - begun >= 0.9
     assert origins(change_settings(controller.endpoint, SetRequest({})), "a")["policy.steps"] == (1, "set")
+
+
+def test_bounds_hold_whatever_decides(make: Make, agents: Agents) -> None:
+    controller = make(policy='[policy]\nname = "static"\nsteps = 3\n').start()
+    agent = agents(controller.endpoint)
+    until(lambda: in_command(agent) and steps_at(agent) == 3)
+    assert set_it(controller, "bounds.steps=[0, 1]", "bounds.max_steps_by_batch=8:0").returncode == 0
+    until(lambda: steps_at(agent) == 1, 1.0)
+    assert [steps_at(agent, batch) for batch in (7, 8, 64)] == [1, 0, 0]
+    assert set_it(controller, "bounds.steps=").returncode == 0
+    until(lambda: steps_at(agent, 7) == 3, 1.0)
+    assert steps_at(agent, 8) == 0
 
 
 def test_shadow_is_decided_recorded_and_not_applied(make: Make, agents: Agents) -> None:

@@ -144,6 +144,16 @@ class LiveConfig:
 
     # -- what is in force --
 
+    def changes(self, now: float) -> list[str]:
+        """Return a line for all that was set since the start, by server and how long it holds."""
+        found = [(server, values, "") for server, values in self.layers.lasting.items() if values]
+        for server, (until, values) in self.layers.temporary.items():
+            found.append((server, values, f", {until - now:.0f} s more"))
+        return [
+            " ".join(f"{key}={value}" for key, value in values.items()) + (f" for {server}" if server else "") + left
+            for server, values, left in found
+        ]
+
     def report(self, now: float, servers: list[str]) -> SetReport:
         """Return every value that can be changed, and where it comes from."""
         settings = list(self._settings("", self.config, now))

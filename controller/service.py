@@ -344,7 +344,8 @@ class Service:
     def _switchback_identity(self, session: Session, hello: Hello) -> str:
         """Return what a measurement is of: another policy, fallback or machine is another experiment."""
         policy = msgspec.json.encode(session.config.policy).decode()
-        return f"{fingerprint(hello)} fallback {hello.fallback_steps} policy {policy}"
+        bounds = msgspec.json.encode(session.config.bounds).decode()
+        return f"{fingerprint(hello)} fallback {hello.fallback_steps} policy {policy} bounds {bounds}"
 
     def _note_switchback(self, session: Session, switchback: Switchback, now: float) -> None:
         switchback.decided(session.epoch)
@@ -371,7 +372,9 @@ class Service:
                 self._reconfigure(edited)
                 self._live.error = ""
         except ConfigError as error:
-            self._live.error = f"{error}; what was in force before stays so"
+            source = self._live.source
+            where = "" if source in str(error) else f"{source}: "
+            self._live.error = f"{where}{error}; what was in force before stays so"
             logger.error("%s", self._live.error)
         expired = self._live.expired(now)
         if expired is not None:
@@ -460,7 +463,7 @@ class Service:
     def _priors_for(self, config: Config) -> PriorStore | None:
         kept = any(isinstance(one.policy, GoodputPolicy) or one.switchback.share for one in config.all_servers)
         if not config.prior.directory or not kept:
-            return None
+            return self._priors  # what has learned until now is still kept
         return self._priors or PriorStore(Path(config.prior.directory))
 
     def _save_prior(self, session: Session) -> None:
@@ -469,7 +472,7 @@ class Service:
         if self._priors is None or session.hello is None or session.failed:
             return
         try:
-            prior = session.policy.to_prior()
+            prior = (session.shelved or session.policy).to_prior()
         except Exception:
             session.fail("telling what it learned")
             return
@@ -522,6 +525,7 @@ class Service:
             trace_error="; ".join(trace.last_error for trace in traces if trace.last_error),
             refused_messages=self._refused,
             config_error=self._live.error,
+            changes=self._live.changes(now),
             prior_error=self._priors.error if self._priors is not None else "",
             servers=[session.status(now) for session in self._sessions.values()],
         )

@@ -9,6 +9,7 @@ from typing import TypeVar
 import msgspec
 import zmq
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from controller.endpoint import socket_path
@@ -88,6 +89,8 @@ class ControllerStatus(msgspec.Struct, frozen=True):
     refused_messages: int
     config_error: str
     """Why the newest contents of the configuration file are not in force; empty if they are."""
+    changes: list[str]
+    """What ``specpilot set`` has put above the file, for whom, and how long it still holds."""
     prior_error: str
     """Why what was learned could not be kept on disk; empty while it can."""
     servers: list[ServerStatus]
@@ -165,6 +168,8 @@ def print_status(status: ControllerStatus, console: Console) -> None:
     if status.trace_lost:
         trace += f", [red]{status.trace_lost:,} not written[/]"
     console.print(trace if status.trace_directory else "no trace is written (trace.directory is empty)")
+    for change in status.changes:
+        console.print(f"[yellow]set:[/] {escape(change)}")
     for error in filter(None, (status.config_error, status.trace_error, status.prior_error)):
         console.print(f"[red]{error}[/]")
     if status.refused_messages:

@@ -129,6 +129,7 @@ class Goodput(Policy):
         self._spells = Spells()
         self._watch = Watch(max(self._arms[-1], 1))
         self._recent = []
+        self._all_anew = False
         self._turn = 0
         self._held = server.fallback_steps
         self._applied = AppliedSteps(server.topk)
@@ -243,7 +244,8 @@ class Goodput(Policy):
         self.urgent = False
         visits = Counter(self._recent[-RECENT_STEPS:])
         self._recent = self._recent[-RECENT_STEPS:]
-        for cell in range(len(self._cells)) if self._all_anew and visits else {*visits, *self._next_in_turn()}:
+        anew = [index for index, cell in enumerate(self._cells) if cell.scores] if self._all_anew else []
+        for cell in {*visits, *self._next_in_turn(), *anew}:
             self._decide_cell(cell)
         self._all_anew = False
         bound = self.vetoes.max_steps(now)

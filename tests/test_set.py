@@ -66,14 +66,14 @@ def test_set_is_applied_shown_and_taken_back(make: Make, agents: Agents) -> None
     done = set_it(controller, "policy.name=static", "policy.steps=1")
     assert done.returncode == 0, done.stderr
     assert f"until the controller restarts; write it into {controller.config} to keep it" in done.stdout
-    until(lambda: steps_at(agent) == 1, 1.0)
+    until(lambda: steps_at(agent) == 1)
     shown = set_it(controller, "--json").stdout
     now = origins(msgspec.json.decode(shown, type=SetReport))
     assert now["policy.name"] == ("static", "set")
     assert now["switchback.share"] == (0.0, "default")
     assert "policy.threshold" not in now
     assert set_it(controller, "--reset").returncode == 0
-    until(lambda: steps_at(agent) == 3, 1.0)
+    until(lambda: steps_at(agent) == 3)
     report = change_settings(controller.endpoint, SetRequest({}))
     assert origins(report)["policy.threshold"] == (5, "file")
 
@@ -136,22 +136,22 @@ def test_an_edited_file_is_followed_and_a_wrong_one_is_not(make: Make, agents: A
     until(lambda: in_command(agent) and steps_at(agent) == 3)
     text = controller.config.read_text()
     controller.config.write_text(text.replace("steps = 3", "steps = 1"))
-    until(lambda: steps_at(agent) == 1, 1.5)
+    until(lambda: steps_at(agent) == 1)
     controller.config.write_text(text.replace("steps = 3", "steps = 2"))  # no candidate
-    until(lambda: "policy.steps = 2 is not among" in controller.status().config_error, 2.0)
+    until(lambda: "policy.steps = 2 is not among" in controller.status().config_error)
     controller.config.write_text("[policy")
-    until(lambda: str(controller.config) in controller.status().config_error, 2.0)
+    until(lambda: str(controller.config) in controller.status().config_error)
     controller.config.write_text(text.replace("[trace]", "[trace]\nsegment_bytes = 1_000_000"))
-    until(lambda: "trace.segment_bytes cannot be changed" in controller.status().config_error, 2.0)
+    until(lambda: "trace.segment_bytes cannot be changed" in controller.status().config_error)
     assert steps_at(agent) == 1
     # As an editor does it: another file under the same name.
     other = controller.config.with_name("other")
     other.write_text(text)
     other.replace(controller.config)
-    until(lambda: steps_at(agent) == 3, 1.5)
+    until(lambda: steps_at(agent) == 3)
     assert not controller.status().config_error
     controller.config.unlink()
-    until(lambda: "No such file" in controller.status().config_error, 2.0)
+    until(lambda: "No such file" in controller.status().config_error)
     assert steps_at(agent) == 3
 
 
@@ -166,7 +166,7 @@ def test_sighup_reads_the_file_again(make: Make, agents: Agents) -> None:
     assert steps_at(agent) == 3
     assert controller.process is not None
     controller.process.send_signal(signal.SIGHUP)
-    until(lambda: steps_at(agent) == 1, 1.0)
+    until(lambda: steps_at(agent) == 1)
 
 
 def test_a_pin_of_one_server_ends_by_itself(make: Make, agents: Agents) -> None:
@@ -174,15 +174,15 @@ def test_a_pin_of_one_server_ends_by_itself(make: Make, agents: Agents) -> None:
     pinned, other = agents(controller.endpoint, "a"), agents(controller.endpoint, "b")
     until(lambda: in_command(pinned) and in_command(other))
     assert set_it(controller, "policy.steps=1", "--server", "a").returncode == 0
-    until(lambda: steps_at(pinned) == 1, 1.0)
+    until(lambda: steps_at(pinned) == 1)
     begun = time.monotonic()
-    pin = SetRequest({"policy.name": "static", "policy.steps": "0"}, "a", seconds=1.0)
+    pin = SetRequest({"policy.name": "static", "policy.steps": "0"}, "a", seconds=3.0)
     report = change_settings(controller.endpoint, pin)
     assert origins(report, "a")["policy.steps"] == (0, "set for a time")
-    until(lambda: steps_at(pinned) == 0, 0.9)
+    until(lambda: steps_at(pinned) == 0, 2.9)
     assert steps_at(other) == 3
-    until(lambda: steps_at(pinned) == 1, 3.0)
-    assert time.monotonic() - begun >= 0.9
+    until(lambda: steps_at(pinned) == 1)
+    assert time.monotonic() - begun >= 2.9
     assert origins(change_settings(controller.endpoint, SetRequest({})), "a")["policy.steps"] == (1, "set")
 
 
@@ -191,10 +191,10 @@ def test_bounds_hold_whatever_decides(make: Make, agents: Agents) -> None:
     agent = agents(controller.endpoint)
     until(lambda: in_command(agent) and steps_at(agent) == 3)
     assert set_it(controller, "bounds.steps=[0, 1]", "bounds.max_steps_by_batch=8:0").returncode == 0
-    until(lambda: steps_at(agent) == 1, 1.0)
+    until(lambda: steps_at(agent) == 1)
     assert [steps_at(agent, batch) for batch in (7, 8, 64)] == [1, 0, 0]
     assert set_it(controller, "bounds.steps=").returncode == 0
-    until(lambda: steps_at(agent, 7) == 3, 1.0)
+    until(lambda: steps_at(agent, 7) == 3)
     assert steps_at(agent, 8) == 0
 
 
@@ -203,7 +203,7 @@ def test_shadow_is_decided_recorded_and_not_applied(make: Make, agents: Agents) 
     agent = agents(controller.endpoint)
     until(lambda: in_command(agent) and steps_at(agent) == 1)
     assert set_it(controller, "mode=shadow").returncode == 0
-    until(lambda: steps_at(agent) == 3, 1.0)  # the fallback
+    until(lambda: steps_at(agent) == 3)  # the fallback
     agent.policy.forward_iter += 1
     steps_at(agent)
     launch = agent.policy.take_launch(agent.policy.forward_iter)
@@ -211,7 +211,7 @@ def test_shadow_is_decided_recorded_and_not_applied(make: Make, agents: Agents) 
     assert (launch.steps, launch.proposed_steps) == (3, 1)
     assert controller.server().mode == "shadow"
     assert set_it(controller, "mode=control").returncode == 0
-    until(lambda: steps_at(agent) == 1, 1.0)
+    until(lambda: steps_at(agent) == 1)
 
 
 def test_sections_of_servers_in_the_file(tmp_path: Path) -> None:
@@ -278,6 +278,19 @@ def test_a_changed_objective_or_bound_forgets_nothing_that_was_learned(service: 
     assert set(session.plan.choice) == {0}
     assert not change(service, server="s", seconds=1.0, reset=True)
     assert session.policy is learned
+
+
+def test_what_was_learned_is_kept_on_disk_when_another_policy_takes_over(service: Service, tmp_path: Path) -> None:
+    session = service._sessions["s/0"]
+    batch = [record(record_seq=i, step=i, epoch=session.epoch) for i in range(100)]
+    service._receive([b"peer", encode(StepBatch(batch, 0))])
+    assert not change(service, policy__name="static", policy__steps="1")
+    (path,) = (tmp_path / "prior").glob("*.json")
+    kept = path.read_bytes()
+    path.unlink()
+    service._save_prior(session)
+    assert path.read_bytes() == kept
+    assert service.status().changes == ["policy.name=static policy.steps=1"]
 
 
 def test_a_policy_that_failed_is_not_taken_back(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,8 @@ SCHEMA = pa.schema(
 class Configuration(msgspec.Struct, frozen=True):
     """Which configuration a segment's tables are made by, and since when."""
 
-    config: ServerConfig
+    config: dict[str, Any]
+    """``mode``, ``policy`` and what else may differ between servers, as it was then: readers take other keys, too."""
     epoch: int
     """Of its first table: records of the segment with a lower one are of the configuration before."""
     time: float
@@ -74,7 +75,7 @@ class Configuration(msgspec.Struct, frozen=True):
     @property
     def policy(self) -> str:
         """Name of the policy."""
-        return str(self.config.policy.__struct_config__.tag)
+        return str(self.config["policy"]["name"])
 
 
 def to_batch(records: Sequence[StepRecord]) -> Any:
@@ -185,11 +186,11 @@ class TraceWriter:
 
     def update_config(self, config: ServerConfig, epoch: int, time: float) -> None:
         """Begin a new segment if the configuration is news; ``epoch`` is that of its first table."""
-        before = self._configuration
-        if before is not None and before.config == config:
+        before, plain = self._configuration, msgspec.to_builtins(config)
+        if before is not None and before.config == plain:
             return
         self.close()
-        self._configuration = Configuration(config, epoch, time, before.policy if before is not None else "")
+        self._configuration = Configuration(plain, epoch, time, before.policy if before is not None else "")
 
     def close(self) -> None:
         """Write what is left and end the segment; a later ``append`` begins another."""

@@ -147,9 +147,8 @@ def print_trace_info(info: dict[str, ServerTrace], console: Console) -> None:
             grid.add_row("steps", share)
             grid.add_row("batch size", f"{sizes} (min / median / max)")
         for one in server.configurations[-LISTED_CONFIGURATIONS:]:
-            policy = msgspec.json.encode(one.config.policy).decode()
-            text = f"since {_when(one.time)}, epoch {one.epoch:,}: {policy}, mode {one.config.mode}"
-            grid.add_row("configured", escape(text))
+            config = msgspec.json.encode(one.config).decode()
+            grid.add_row("configured", escape(f"since {_when(one.time)}, epoch {one.epoch:,}: {config}"))
         console.print(grid)
         unlisted = server.gaps + server.torn + server.unreadable - len(server.faults)
         for text in (*server.faults, *([f"and {unlisted:,} more such lines"] if unlisted else [])):

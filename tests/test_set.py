@@ -327,7 +327,7 @@ def test_the_trace_tells_which_configuration_made_a_table(service: Service, tmp_
     session.trace.close()
     (info,) = trace_info([tmp_path / "trace"]).values()
     assert info.records == 4
-    assert [(one.policy, one.config.mode) for one in info.configurations] == [
+    assert [(one.policy, one.config["mode"]) for one in info.configurations] == [
         ("goodput", "control"), ("static", "control"), ("static", "shadow")
     ]  # fmt: skip
     assert [one.epoch for one in info.configurations] == sorted({first, first + 1, session.epoch})

@@ -214,13 +214,18 @@ def _run_all(
 ) -> None:
     name = request.server or server.server.rpartition("/")[0]
     design = orders(arms)
-    blocks = [(repetition, clients) for repetition in range(request.repetitions) for clients in request.concurrency]
+    # The next row with each repetition, so that an arm's place changes at each concurrency, too.
+    blocks = [
+        (repetition, clients, design[(repetition + index) % len(design)])
+        for repetition in range(request.repetitions)
+        for index, clients in enumerate(request.concurrency)
+    ]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("compare", total=len(blocks) * len(arms))
         try:
-            for index, (repetition, clients) in enumerate(blocks):
-                for place, arm in enumerate(design[index % len(design)]):
+            for repetition, clients, order in blocks:
+                for place, arm in enumerate(order):
                     progress.update(task, description=f"{clients} clients, {arm}")
                     pin = SetRequest(values_of(arm), name, PIN_SECONDS)
                     _pin(request.endpoint, pin, arm)

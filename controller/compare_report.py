@@ -115,7 +115,7 @@ def write_json(path: Path, runs: Sequence[Run], arms: Sequence[str], server: Ser
 
 
 def draw(path: Path, runs: Sequence[Run], arms: Sequence[str], server: ServerStatus) -> None:
-    """Draw gain and time per output token by concurrency, with intervals."""
+    """Draw gain, with its intervals, and time per output token by concurrency."""
     from matplotlib.figure import Figure
 
     found = cells(runs, arms)
@@ -134,8 +134,8 @@ def draw(path: Path, runs: Sequence[Run], arms: Sequence[str], server: ServerSta
     gain.set_ylabel(f"tokens/s over {arms[0]} (%)")
     latency.set_ylabel("time per output token (ms)")
     latency.set_xlabel("concurrent requests")
-    latency.set_yscale("log")
     latency.set_xticks(range(len(clients)), [str(count) for count in clients])
+    latency.set_ylim(bottom=0)
     gain.axhline(0, color="#6b7280", linewidth=0.8)
     gain.legend(ncols=len(arms), fontsize=8, frameon=False)
     repetitions = len({run.repetition for run in runs})

@@ -87,6 +87,7 @@ def main(endpoint: str, port_file: Path) -> None:
     sim = HttpSimServer(settings, workload, H200_8B, random.Random(1), WallClock())
     Handler.sim = sim
     ThreadingHTTPServer.daemon_threads = True
+    ThreadingHTTPServer.request_queue_size = 512
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=http.serve_forever, daemon=True).start()
     port_file.write_text(str(http.server_port))

@@ -86,6 +86,12 @@ def test_every_arm_is_in_force_in_its_runs_and_the_configured_one_afterwards(rig
     assert Counter((run["concurrency"], run["arm"]) for run in runs) == {
         (clients, arm): 2 for clients in (1, 4) for arm in ("skip", "static:3", "goodput")
     }
+    for clients in (1, 4):
+        orders_there = [
+            [run["arm"] for run in runs if (run["concurrency"], run["repetition"]) == (clients, repetition)]
+            for repetition in (0, 1)
+        ]
+        assert orders_there[0] != orders_there[1]
     time.sleep(0.3)
     steps = rig.steps()
     for run in runs:

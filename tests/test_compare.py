@@ -32,7 +32,8 @@ SMALL = f"{sys.executable} -m tests.load_generator"
 class Rig:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.controller = Controller(folder, policy='[policy]\nname = "static"\nsteps = 1\n').start()
+        policy = f'[policy]\nname = "static"\nsteps = 1\n[prior]\ndirectory = "{folder}/prior"\n'
+        self.controller = Controller(folder, policy=policy).start()
         port = folder / "port"
         self.server = subprocess.Popen(
             [sys.executable, "-m", "tests.http_server", self.controller.endpoint, str(port)], cwd=ROOT

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 
+from policies.bounds import bounded
 from policies.goodput import Goodput
-from policies.interface import Policy
+from policies.interface import Plan, Policy
 from policies.static import Static
 from policies.threshold import Threshold
+from sglang_hooks.settings import max_steps_by_batch
+from sglang_hooks.wire import Hello
 
 Steps = Annotated[int, msgspec.Meta(ge=0, le=64)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
@@ -53,6 +56,9 @@ class ThresholdPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
         return Threshold(self.threshold, self.steps, self.band)
 
 
+DEFAULT_POLICY = ThresholdPolicy()
+
+
 class GoodputPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="goodput"):
     """``[policy] name = "goodput"``: learn what gives the most tokens per second."""
 
@@ -66,6 +72,10 @@ class GoodputPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     def build(self, prior: dict[str, Any] | None = None) -> Policy:
         """Return a fresh policy for one server; ``prior`` as it was stored."""
         return Goodput(prior, self.time_per_output_token, self.max_steps, self.exploration_floor)
+
+    def change(self, policy: Goodput) -> None:
+        """Give a running policy these settings; it keeps what it has learned."""
+        policy.configure(self.time_per_output_token, self.max_steps, self.exploration_floor)
 
 
 class NeuralPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="neural"):
@@ -133,14 +143,43 @@ class SwitchbackConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
-class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BoundsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[bounds]``: what no table goes beyond, whoever decides."""
+
+    steps: list[Steps] = []
+    """Only these K; empty: every candidate of the server."""
+    max_steps_by_batch: str = ""
+    """``16:3,64:0``: at most 3 from batch size 16 on, 0 from 64 on; as SPECPILOT_MAX_STEPS_BY_BATCH on the server."""
+
+    def __post_init__(self) -> None:
+        try:
+            max_steps_by_batch(self.max_steps_by_batch)
+        except ValueError as error:
+            raise ValueError(f"bounds.max_steps_by_batch = {self.max_steps_by_batch!r}: {error}") from error
+
+    def apply(self, plan: Plan, server: Hello) -> Plan:
+        """Return the plan within the bounds; PolicyError if they leave this server nothing."""
+        return bounded(plan, server.candidate_steps, self.steps, max_steps_by_batch(self.max_steps_by_batch))
+
+
+class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What can be changed while the controller runs, and can differ between servers."""
+
+    mode: Literal["control", "shadow"] = "control"
+    """``shadow``: tables are decided and recorded, but not applied."""
+    policy: StaticPolicy | ThresholdPolicy | GoodputPolicy | NeuralPolicy = DEFAULT_POLICY
+    bounds: BoundsConfig = BoundsConfig()
+    switchback: SwitchbackConfig = SwitchbackConfig()
+
+
+class Config(ServerConfig, frozen=True, forbid_unknown_fields=True):
     """The whole file."""
 
     controller: ControllerConfig = ControllerConfig()
-    policy: StaticPolicy | ThresholdPolicy | GoodputPolicy | NeuralPolicy = ThresholdPolicy()
     trace: TraceConfig = TraceConfig()
     prior: PriorConfig = PriorConfig()
-    switchback: SwitchbackConfig = SwitchbackConfig()
+    servers: dict[str, ServerConfig] = {}
+    """By name, without the replica's number or with it; each whole, the keys of all servers included."""
 
     def __post_init__(self) -> None:
         endpoint = self.controller.endpoint
@@ -151,19 +190,81 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.trace.segment_bytes > self.trace.total_bytes:
             raise ValueError("trace.segment_bytes is larger than trace.total_bytes")
 
+    def for_server(self, key: str) -> ServerConfig:
+        """Return what holds for the server ``NAME/RANK``."""
+        own = self.servers.get(key) or self.servers.get(key.rpartition("/")[0])
+        return own or ServerConfig(**{name: getattr(self, name) for name in ServerConfig.__struct_fields__})
+
+    @property
+    def all_servers(self) -> list[ServerConfig]:
+        """What holds for any server: the common part, and that of each one named."""
+        return [self, *self.servers.values()]
+
+
+Document = dict[str, Any]
+"""A TOML file as it was parsed."""
+
 
 def load_config(path: Path | None) -> Config:
     """Read ``path`` (None: all defaults); raise ConfigError naming what is wrong with it."""
-    if path is None:
-        return Config()
+    return Config() if path is None else config_of(read_document(path), str(path))
+
+
+def read_document(path: Path) -> Document:
+    """Return the file as tables, unchecked; ConfigError if it cannot be read or is no TOML."""
     try:
-        text = path.read_bytes()
+        return cast(Document, msgspec.toml.decode(path.read_bytes()))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
-    try:
-        return msgspec.toml.decode(text, type=Config)
     except (msgspec.DecodeError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def config_of(document: Document, source: str) -> Config:
+    """Check a document, and give each server the keys of all servers that it does not set itself."""
+    common = {name: value for name, value in document.items() if name != "servers"}
+    servers = document.get("servers", {})
+    try:
+        config = msgspec.convert(common, Config)
+        if not isinstance(servers, dict):
+            raise ValueError('servers: use a section for each, such as [servers."node:30000"]')
+        shared = with_policy({name: common[name] for name in ServerConfig.__struct_fields__ if name in common})
+        found = {}
+        for name, own in servers.items():
+            # Of a replica first what is said of all replicas of its server.
+            lower = merged(shared, servers.get(name.rpartition("/")[0], {}))
+            try:
+                found[name] = msgspec.convert(merged(lower, own), ServerConfig)
+            except (msgspec.ValidationError, ValueError) as error:
+                raise ValueError(f"servers.{name}: {error}") from error
+        return msgspec.structs.replace(config, servers=found)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def with_policy(document: Document) -> Document:
+    """Name the default policy where none is, so that a higher layer may set its keys alone."""
+    return {"policy": {"name": DEFAULT_POLICY.__struct_config__.tag}, **document}
+
+
+def merged(below: Any, above: Any) -> Any:
+    """Return ``below`` with what ``above`` says instead; another policy replaces the lower one with all its keys.
+
+    >>> below = {"policy": {"name": "threshold", "threshold": 9}, "mode": "shadow"}
+    >>> merged(below, {"policy": {"steps": 3}})["policy"]
+    {'name': 'threshold', 'threshold': 9, 'steps': 3}
+    >>> merged(below, {"policy": {"name": "static", "steps": 3}})
+    {'policy': {'name': 'static', 'steps': 3}, 'mode': 'shadow'}
+    """
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return above
+    result = {**below}
+    for name, value in above.items():
+        lower = result.get(name)
+        if name == "policy" and isinstance(lower, dict) and isinstance(value, dict):
+            lower = lower if value.get("name", lower.get("name")) == lower.get("name") else None
+        result[name] = merged(lower, value)
+    return result
 
 
 def runtime_directory() -> Path:

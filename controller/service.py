@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -19,29 +18,31 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from controller.config import Config, ConfigError, GoodputPolicy, default_endpoint
+from controller.config import Config, ConfigError, GoodputPolicy, ServerConfig, default_endpoint
 from controller.endpoint import Endpoint
+from controller.live_config import Layers, LiveConfig
 from controller.pace import Pace
 from controller.priors import PriorStore
-from controller.status import ControllerStatus, ServerStatus
-from controller.switchback import Arm, Switchback, fallback_plan
+from controller.session import ALIVE_SECONDS, REPUSH_SECONDS, RIVAL_SECONDS, Session
+from controller.status import ControllerStatus
+from controller.switchback import Arm, Stored, Switchback, fallback_plan
 from controller.trace import TraceWriter, check_directory
 from policies.cost_prior import fingerprint
+from policies.goodput import Goodput
 from policies.interface import Plan, Policy, PolicyError
 from sglang_hooks.wire import (
-    MASKED,
     DecisionSource,
-    DecisionTable,
     FrameDecoder,
     FromHook,
     Hello,
     HelloRequest,
     HookState,
     Lease,
+    SetReply,
+    SetRequest,
     StatusReport,
     StatusRequest,
     StepBatch,
-    StepRecord,
     ToHook,
     WireError,
     encode,
@@ -50,18 +51,11 @@ from sglang_hooks.wire import (
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
-RECENT_STEPS = 512
-ALIVE_SECONDS = 2.5
-"""Servers speak once a second: one heard within this time is alive, another of its name a rival."""
 FORGET_SECONDS = 86_400.0
-REPUSH_SECONDS = 2.0
-"""A table not in force by then is sent again, then at twice the time, up to a minute."""
 ASK_SECONDS = 1.0
 STRANGERS = 256
 HELD_MESSAGES = 64
 """Of each peer that has not said yet who it is: sent before our question reached it."""
-RIVAL_SECONDS = 10.0
-"""A second server of one name that was not heard for this long is no news any more."""
 MESSAGES_PER_TURN = 1000
 """Handled before leases are looked at again: a flood from one server must not let another's run out."""
 
@@ -75,141 +69,6 @@ class Stranger:
         self.held: deque[StepBatch | HookState] = deque(maxlen=HELD_MESSAGES)
 
 
-class Session:
-    """One server: what it said, what was learned for it, and the table it should hold."""
-
-    def __init__(
-        self, key: str, policy: Policy, pace: Pace, trace: TraceWriter | None, clock: Callable[[], float]
-    ) -> None:
-        self.key = key
-        self.policy = policy
-        self.pace = pace
-        self.trace = trace
-        self.switchback: Switchback | None = None
-        self._clock = clock
-        self.hello: Hello | None = None
-        self.address = b""
-        self.state: HookState | None = None
-        self.heard_at = 0.0
-        self.epoch = 0
-        self.plan: Plan | None = None
-        self.decider = policy.name
-        """Whose plan that is: the policy, or the fallback in a block of the switchback."""
-        self.tables: dict[int, tuple[DecisionTable, str, float]] = {}
-        self.pushed_at = 0.0
-        self.repush_seconds = REPUSH_SECONDS
-        self.leased_at = 0.0
-        self.seed = secrets.randbits(62)
-        self.policy_error = ""
-        self.failed = False
-        self.policy_note = ""
-        self.saved_at = float("-inf")
-        self.rival = ""
-        self.rival_since = self.rival_heard_at = float("-inf")
-        self.records = 0
-        self.records_lost = 0
-        self.next_seq: int | None = None
-        self.recent: deque[tuple[float, int, int]] = deque(maxlen=RECENT_STEPS)
-
-    def learn(self, batch: StepBatch) -> None:
-        """Take in a batch of records: count what is missing, log, learn."""
-        now = self._clock()
-        for record in batch.records:
-            if self.next_seq is not None and record.record_seq > self.next_seq:
-                self.records_lost += record.record_seq - self.next_seq
-            self.next_seq = record.record_seq + 1
-            if not self.failed:
-                self._learn(record)
-                if self.switchback is not None:
-                    self.switchback.learn(record, now)
-            live = [n for n in record.accepted_drafts if n != MASKED]
-            # Time with a prefill or an idle spell in it says nothing about decoding.
-            back_to_back = record.forwards == 1 and not record.after_idle
-            # A chain's width tells the K that ran; a tree has one width for its one K.
-            tree = self.hello is not None and self.hello.topk > 1
-            steps = record.steps if tree else record.draft_tokens - 1
-            self.recent.append((record.seconds if back_to_back else 0.0, sum(live) + len(live), steps))
-        self.records += len(batch.records)
-        if self.trace is not None:
-            self.trace.append(batch.records)
-
-    def _learn(self, record: StepRecord) -> None:
-        try:
-            self.policy.learn(record)
-        except Exception:
-            self.fail("learning from a step")
-
-    def fail(self, where: str) -> None:
-        """Give this server up, and none of the others: without leases it goes to its fallback."""
-        self.failed = True
-        self.plan = None
-        self.policy_error = (
-            f"policy {self.policy.name} failed in {where}, see the controller's log: it decides no more for this "
-            "server until the controller restarts"
-        )
-        logger.exception("%s: %s", self.key, self.policy_error)
-
-    def conflict(self, now: float) -> str:
-        """Return what to do about a second live server of this name, if there is one."""
-        if now - self.rival_heard_at > RIVAL_SECONDS or self.rival_heard_at - self.rival_since < ALIVE_SECONDS:
-            return ""
-        return (
-            "two servers call themselves by this name, the second is not served: "
-            "set SPECPILOT_SERVER_ID in the environment of one"
-        )
-
-    def status(self, now: float) -> ServerStatus:
-        """Return what an operator may want to know."""
-        hello, state = self.hello, self.state
-        assert hello is not None
-        source = state.source if state is not None else DecisionSource.FALLBACK
-        table, reason, decided_at = self.tables.get(state.epoch if state is not None else 0, (None, "", now))
-        busy = sum(seconds for seconds, _, _ in self.recent)
-        steps = Counter(k for _, _, k in self.recent)
-        switchback = self.switchback.status(now) if self.switchback is not None else None
-        return ServerStatus(
-            server=self.key,
-            model=hello.model,
-            gpu=hello.gpu,
-            sglang_version=hello.sglang_version,
-            mode=hello.mode,
-            candidate_steps=hello.candidate_steps,
-            silent_seconds=now - self.heard_at,
-            source=source.name,
-            steps=state.steps if state is not None else hello.fallback_steps,
-            table=table,
-            reason=reason,
-            table_age_seconds=now - decided_at,
-            pending_epoch=self.epoch
-            if self.epoch in self.tables and (table is None or table.epoch < self.epoch)
-            else 0,
-            confirmed_ranks=state.confirmed_ranks
-            if state is not None and table and state.confirmed_epoch == table.epoch
-            else 0,
-            tp_size=hello.tp_size,
-            records=self.records,
-            records_lost=self.records_lost,
-            tokens_per_second=sum(tokens for seconds, tokens, _ in self.recent if seconds) / busy if busy else 0.0,
-            share_by_steps={str(k): n / len(self.recent) for k, n in sorted(steps.items())},
-            counters=state.counters if state is not None else {},
-            note="; ".join(
-                filter(
-                    None,
-                    (
-                        state.halt_reason if state else "",
-                        self.policy_error,
-                        self.policy_note,
-                        f"the policy is out of force: {switchback.text}"
-                        if switchback and switchback.off_seconds
-                        else "",
-                        self.conflict(now),
-                    ),
-                )
-            ),
-            switchback=switchback,
-        )
-
-
 class Service:
     """The running controller; ``run`` returns after ``stop`` was called."""
 
@@ -218,14 +77,20 @@ class Service:
         config: Config,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        file: Path | None = None,
     ) -> None:
-        """Check the trace directory and bind the socket; ConfigError says what is in the way."""
-        self._config = config
+        """Check the trace directory and bind the socket; ConfigError says what is in the way.
+
+        ``file``: where ``config`` was read from, to be followed.
+        """
+        self._live = LiveConfig(config, file)
+        self._config = config = self._live.config
         self._clock = clock
         self._wall_clock = wall_clock
         self._started_at = clock()
         # What the policy needs and cannot be read is an error now, not when the first server connects.
-        config.policy.build(None)
+        for one in config.all_servers:
+            one.policy.build(None)
         self._trace_directory = Path(config.trace.directory) if config.trace.directory else None
         self._endpoint = Endpoint(config.controller.endpoint or default_endpoint())
         if self._trace_directory is not None:
@@ -235,18 +100,17 @@ class Service:
                 self._endpoint.close()
                 raise
         self._priors: PriorStore | None = None
-        if config.prior.directory and (isinstance(config.policy, GoodputPolicy) or config.switchback.share):
-            try:
-                self._priors = PriorStore(Path(config.prior.directory))
-            except ConfigError:
-                self._endpoint.close()
-                raise
+        try:
+            self._priors = self._priors_for(config)
+        except ConfigError:
+            self._endpoint.close()
+            raise
         self._decoder = FrameDecoder(FromHook)
         self._sessions: dict[str, Session] = {}
         self._by_address: dict[bytes, Session] = {}
         self._strangers: dict[bytes, Stranger] = {}
         self._refused = 0
-        self._stopping = False
+        self._stopping = self._reload = False
 
     @property
     def endpoint(self) -> str:
@@ -256,6 +120,10 @@ class Service:
     def stop(self) -> None:
         """Make ``run`` return; safe to call from a signal handler."""
         self._stopping = True
+
+    def reload(self) -> None:
+        """Read the file again, changed or not; safe to call from a signal handler."""
+        self._reload = True
 
     def run(self) -> None:
         """Serve until ``stop``."""
@@ -283,6 +151,7 @@ class Service:
     def _tend(self) -> None:
         """Do what time demands."""
         now = self._clock()
+        self._follow_config(now)
         for session in list(self._sessions.values()):
             turning = session.switchback is not None and session.switchback.due(now)
             if session.pace.due(now, session.policy.urgent) or turning:
@@ -312,6 +181,11 @@ class Service:
         if isinstance(message, StatusRequest):
             report = msgspec.json.encode(self.status())
             self._endpoint.socket.send_multipart([address, encode(StatusReport(report))], zmq.NOBLOCK)
+            return
+        if isinstance(message, SetRequest):
+            refused = self._set(message)
+            report = msgspec.json.encode(self._live.report(self._clock(), [*self._sessions]))
+            self._endpoint.socket.send_multipart([address, encode(SetReply(refused, report))], zmq.NOBLOCK)
             return
         if isinstance(message, Hello):
             self._greet(address, message)
@@ -344,11 +218,14 @@ class Service:
         now = self._clock()
         session = self._sessions.get(key)
         if session is None:
+            config = self._config.for_server(key)
             trace = None
             if self._trace_directory is not None:
                 trace = TraceWriter(self._trace_directory, key, hello, self._config.trace)
             pace = Pace(self._config.controller.decide_seconds)
-            session = self._sessions[key] = Session(key, self._policy_for(hello), pace, trace, self._clock)
+            session = self._sessions[key] = Session(
+                key, config, self._policy_for(hello, config), pace, trace, self._clock
+            )
             session.saved_at = now
             logger.info(
                 "%s connected: %s on %s, candidate steps %s",
@@ -364,15 +241,15 @@ class Service:
             logger.info("%s restarted", key)
             if fingerprint(session.hello) != fingerprint(hello):
                 self._save_prior(session)
-                session.policy, session.failed = self._policy_for(hello), False
+                session.policy, session.failed = self._policy_for(hello, session.config), False
+                session.shelved = None
             session.next_seq = session.state = None
             session.rival_heard_at = float("-inf")
         self._by_address.pop(session.address, None)
         self._by_address[address] = session
         session.address = address
         session.heard_at = now
-        if session.trace is not None:
-            session.trace.update_hello(hello)
+        self._describe(session, hello)
         changed = session.hello is None or session.hello.instance != hello.instance
         if changed:
             self._set_up_switchback(session, hello, now)
@@ -418,6 +295,11 @@ class Service:
             return
         try:
             plan, note = session.policy.decide(hello, now), session.policy.note
+            session.decider = session.policy.name
+            # The policy has decided all the same: it goes on learning, and its budgets with it.
+            if session.switchback is not None and session.switchback.arm(now) is Arm.FALLBACK:
+                session.decider, plan = "fallback", fallback_plan(hello)
+            plan = session.config.bounds.apply(plan, hello)
         except PolicyError as error:
             if session.policy_error != str(error):
                 session.policy_error = str(error)
@@ -430,10 +312,6 @@ class Service:
         if note != session.policy_note:
             session.policy_note = note
             logger.warning("%s: %s", session.key, note or "what was noted is over")
-        session.decider = session.policy.name
-        # The policy has decided all the same: it goes on learning, and its budgets with it.
-        if session.switchback is not None and session.switchback.arm(now) is Arm.FALLBACK:
-            session.decider, plan = "fallback", fallback_plan(hello)
         if plan != session.plan:
             self._push(session, plan, now)
         else:
@@ -444,23 +322,30 @@ class Service:
 
     def _set_up_switchback(self, session: Session, hello: Hello, now: float) -> None:
         """Begin to measure, or go on after a restart of the controller or of the server."""
-        old = session.hello
-        if not self._config.switchback.share or hello.mode != "control":
+        before = session.switchback
+        config = session.config.switchback
+        if not config.share or session.mode_of(hello) != "control":
             session.switchback = None  # in shadow mode the fallback is in force whoever decides
             return
-        identity = self._switchback_identity(hello)
-        if session.switchback is not None and old is not None and self._switchback_identity(old) == identity:
-            session.switchback.interrupted(now)
+        identity = self._switchback_identity(session, hello)
+        same = before is not None and session.switchback_of == identity
+        if before is not None:
+            before.interrupted(now)
+        if before is not None and same and before.config == config:
             return
-        session.switchback = Switchback(self._config.switchback, hello, session.seed, now)
-        stored = self._priors.load_switchback(session.key) if self._priors is not None else None
+        if before is not None and same:
+            stored: Stored | None = before.stored(identity, now, self._wall_clock())
+        else:
+            stored = self._priors.load_switchback(session.key) if self._priors is not None else None
+        session.switchback, session.switchback_of = Switchback(config, hello, session.seed, now), identity
         if stored is not None and stored.identity == identity:
             session.switchback.resume(stored, now, self._wall_clock())
 
-    def _switchback_identity(self, hello: Hello) -> str:
+    def _switchback_identity(self, session: Session, hello: Hello) -> str:
         """Return what a measurement is of: another policy, fallback or machine is another experiment."""
-        policy = msgspec.json.encode(self._config.policy).decode()
-        return f"{fingerprint(hello)} fallback {hello.fallback_steps} policy {policy}"
+        policy = msgspec.json.encode(session.config.policy).decode()
+        bounds = msgspec.json.encode(session.config.bounds).decode()
+        return f"{fingerprint(hello)} fallback {hello.fallback_steps} policy {policy} bounds {bounds}"
 
     def _note_switchback(self, session: Session, switchback: Switchback, now: float) -> None:
         switchback.decided(session.epoch)
@@ -470,11 +355,116 @@ class Service:
         if switchback.changed:
             switchback.changed = False
             if self._priors is not None and session.hello is not None:
-                identity = self._switchback_identity(session.hello)
+                identity = session.switchback_of
                 self._priors.save_switchback(session.key, switchback.stored(identity, now, self._wall_clock()))
 
-    def _policy_for(self, hello: Hello) -> Policy:
-        return self._config.policy.build(self._priors.load(hello) if self._priors is not None else None)
+    def _policy_for(self, hello: Hello, config: ServerConfig) -> Policy:
+        return config.policy.build(self._priors.load(hello) if self._priors is not None else None)
+
+    # -- changes of the configuration --
+
+    def _follow_config(self, now: float) -> None:
+        """Take in what was written into the file, and end what was set for a time."""
+        at_once, self._reload = self._reload, False
+        try:
+            edited = self._live.edited(now, at_once)
+            if edited is not None:
+                self._reconfigure(edited)
+                self._live.error = ""
+        except ConfigError as error:
+            source = self._live.source
+            where = "" if source in str(error) else f"{source}: "
+            self._live.error = f"{where}{error}; what was in force before stays so"
+            logger.error("%s", self._live.error)
+        expired = self._live.expired(now)
+        if expired is not None:
+            logger.info("what was set for a time is over")
+            try:
+                self._reconfigure(expired, tried=False)
+            except ConfigError as error:  # a file of a policy that is gone by now
+                logger.error("%s; what was set for a time stays in force", error)
+
+    def _set(self, request: SetRequest) -> str:
+        """Do what was asked for, and return why not; a request for nothing is one for the report."""
+        if not request.values and not request.reset:
+            return ""
+        before = self._config
+        known = {*self._config.servers, *self._sessions, *(key.rpartition("/")[0] for key in self._sessions)}
+        try:
+            if request.server and request.server not in known:
+                raise ConfigError(f"no server {request.server} is known here; there are {sorted(known) or 'none'}")
+            self._reconfigure(self._live.asked(request, self._clock()))
+        except ConfigError as error:
+            logger.error("not set: %s", error)
+            return str(error)
+        if self._config != before:  # and not a renewal
+            whose = f" for {request.server}" if request.server else ""
+            logger.info("set%s: %s", whose, request.values or "as in the file")
+        return ""
+
+    def _reconfigure(self, layers: Layers, tried: bool = True) -> None:
+        """Put new layers in force for every server at once; ConfigError before anything has changed.
+
+        ``tried``: a policy that a server cannot have is an error.
+        """
+        now = self._clock()
+        config = self._live.build(layers)
+        priors = self._priors_for(config)
+        changes = []
+        for one in config.all_servers:
+            one.policy.build(None)
+        for session in self._sessions.values():
+            new = config.for_server(session.key)
+            if new != session.config:
+                changes.append((session, new, self._try(session, new, now) if tried else new.policy.build(None)))
+        self._live.commit(layers, config)
+        self._config, self._priors = config, priors
+        for session, new, policy in changes:
+            self._change(session, new, policy, now)
+
+    def _try(self, session: Session, new: ServerConfig, now: float) -> Policy:
+        """Return a fresh policy that can decide for this server; ConfigError if it cannot."""
+        policy = new.policy.build(None)
+        try:
+            if session.hello is not None and not session.policy_error:
+                new.bounds.apply(policy.decide(session.hello, now), session.hello)
+        except PolicyError as error:
+            raise ConfigError(str(error)) from error
+        return policy
+
+    def _change(self, session: Session, new: ServerConfig, fresh: Policy, now: float) -> None:
+        """Put a server's new configuration in force."""
+        old, session.config = session.config, new
+        hello = session.hello
+        assert hello is not None
+        if new.policy != old.policy:
+            self._save_prior(session)
+            if isinstance(session.policy, Goodput):
+                session.shelved = None if session.failed else session.policy
+            if isinstance(new.policy, GoodputPolicy):
+                learned = session.shelved or self._policy_for(hello, new)
+                assert isinstance(learned, Goodput)
+                new.policy.change(learned)
+                fresh = learned
+            session.policy, session.failed, session.policy_error, session.policy_note = fresh, False, "", ""
+        logger.info("%s: mode %s, policy %s", session.key, new.mode, msgspec.json.encode(new.policy).decode())
+        self._set_up_switchback(session, hello, now)
+        session.plan = None  # so that a table goes out, whose epoch tells records of the two apart
+        self._describe(session, hello)
+        self._decide(session, now)
+
+    def _describe(self, session: Session, hello: Hello) -> None:
+        """Tell the trace whose records follow, and by which configuration the tables from now on are made."""
+        if session.trace is not None:
+            mode = session.mode_of(hello)
+            session.trace.update_hello(msgspec.structs.replace(hello, mode=mode))
+            session.trace.update_config(session.config, max(session.epoch, hello.epoch) + 1, self._wall_clock())
+
+    def _priors_for(self, config: Config) -> PriorStore | None:
+        kept = any(isinstance(one.policy, GoodputPolicy) or one.switchback.share for one in config.all_servers)
+        if not config.prior.directory or not kept:
+            return self._priors  # what has learned until now is still kept
+        return self._priors or PriorStore(Path(config.prior.directory))
 
     def _save_prior(self, session: Session) -> None:
         """Keep what was learned; a policy that failed has learned who knows what."""
@@ -482,7 +472,7 @@ class Service:
         if self._priors is None or session.hello is None or session.failed:
             return
         try:
-            prior = session.policy.to_prior()
+            prior = (session.shelved or session.policy).to_prior()
         except Exception:
             session.fail("telling what it learned")
             return
@@ -493,7 +483,8 @@ class Service:
         session.epoch += 1
         session.plan = plan
         session.pushed_at = session.leased_at = now
-        table = plan.table(session.epoch, self._config.controller.lease_seconds, session.decider, session.seed)
+        shadow = session.config.mode == "shadow"
+        table = plan.table(session.epoch, self._config.controller.lease_seconds, session.decider, session.seed, shadow)
         session.tables[session.epoch] = (table, plan.reason, now)
         while len(session.tables) > 8:
             del session.tables[next(iter(session.tables))]
@@ -533,6 +524,8 @@ class Service:
             trace_bytes=max((trace.bytes_on_disk for trace in traces), default=0),
             trace_error="; ".join(trace.last_error for trace in traces if trace.last_error),
             refused_messages=self._refused,
+            config_error=self._live.error,
+            changes=self._live.changes(now),
             prior_error=self._priors.error if self._priors is not None else "",
             servers=[session.status(now) for session in self._sessions.values()],
         )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 import zmq
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from controller.endpoint import socket_path
@@ -16,11 +18,15 @@ from sglang_hooks.wire import (
     DecisionSource,
     DecisionTable,
     FrameDecoder,
+    SetReply,
+    SetRequest,
     StatusReport,
     StatusRequest,
     WireError,
     encode,
 )
+
+Reply = TypeVar("Reply", StatusReport, SetReply)
 
 
 class StatusError(RuntimeError):
@@ -81,13 +87,26 @@ class ControllerStatus(msgspec.Struct, frozen=True):
     trace_bytes: int
     trace_error: str
     refused_messages: int
+    config_error: str
+    """Why the newest contents of the configuration file are not in force; empty if they are."""
+    changes: list[str]
+    """What ``specpilot set`` has put above the file, for whom, and how long it still holds."""
     prior_error: str
     """Why what was learned could not be kept on disk; empty while it can."""
     servers: list[ServerStatus]
 
 
 def fetch_status(endpoint: str, timeout: float = 2.0) -> ControllerStatus:
-    """Ask the controller at ``endpoint``; raise StatusError if none answers within ``timeout`` seconds."""
+    """Return the report of the controller at ``endpoint``; raise StatusError if none answers in time."""
+    reply = ask(endpoint, StatusRequest(), StatusReport, timeout)
+    try:
+        return msgspec.json.decode(reply.report, type=ControllerStatus)
+    except msgspec.DecodeError as error:
+        raise StatusError(f"the controller at {endpoint} speaks another language: {error}") from error
+
+
+def ask(endpoint: str, request: StatusRequest | SetRequest, expected: type[Reply], timeout: float = 2.0) -> Reply:
+    """Send a request to the controller and return its answer; StatusError if none comes within ``timeout`` seconds."""
     path = socket_path(endpoint)
     if not path.exists():
         raise StatusError(f"no controller at {endpoint}: start `specpilot controller`, or name its --endpoint")
@@ -96,13 +115,13 @@ def fetch_status(endpoint: str, timeout: float = 2.0) -> ControllerStatus:
         with context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.connect(endpoint)
-            socket.send(encode(StatusRequest()))
+            socket.send(encode(request))
             deadline = time.monotonic() + timeout
             while socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
-                message = FrameDecoder(StatusReport).decode(socket.recv())
-                assert isinstance(message, StatusReport)
-                return msgspec.json.decode(message.report, type=ControllerStatus)
-    except (WireError, msgspec.DecodeError) as error:
+                message = FrameDecoder(expected).decode(socket.recv())
+                assert isinstance(message, expected)
+                return message
+    except WireError as error:
         raise StatusError(f"the controller at {endpoint} speaks another language: {error}") from error
     finally:
         context.destroy(linger=0)
@@ -149,7 +168,9 @@ def print_status(status: ControllerStatus, console: Console) -> None:
     if status.trace_lost:
         trace += f", [red]{status.trace_lost:,} not written[/]"
     console.print(trace if status.trace_directory else "no trace is written (trace.directory is empty)")
-    for error in filter(None, (status.trace_error, status.prior_error)):
+    for change in status.changes:
+        console.print(f"[yellow]set:[/] {escape(change)}")
+    for error in filter(None, (status.config_error, status.trace_error, status.prior_error)):
         console.print(f"[red]{error}[/]")
     if status.refused_messages:
         console.print(f"[yellow]{status.refused_messages} messages were refused, see the log[/]")

@@ -127,7 +127,7 @@ class Switchback:
 
     def __init__(self, config: SwitchbackConfig, server: Hello, seed: int, now: float) -> None:
         """``seed``: of the order and the place of pairs."""
-        self._config = config
+        self.config = config
         self._fallback = server.fallback_steps
         self._random = random.Random(f"switchback {seed}")  # noqa: S311
         self._log_ratios: deque[float] = deque(maxlen=KEPT_PAIRS)
@@ -160,7 +160,7 @@ class Switchback:
         self._trial = stored.trial
         if stored.off_until:
             # A clock that was set back must not keep the policy off for longer than it ever would be.
-            self._off_until = now + min(max(stored.off_until - wall, 0.0), self._config.retry_seconds)
+            self._off_until = now + min(max(stored.off_until - wall, 0.0), self.config.retry_seconds)
         if self._trial:
             self._pair_at = now
 
@@ -201,12 +201,12 @@ class Switchback:
             self._end_pair(now)
 
     def _begin_block(self, now: float) -> None:
-        self._block = _Block(self._to_come.pop(0), now, now + self._config.block_seconds)
+        self._block = _Block(self._to_come.pop(0), now, now + self.config.block_seconds)
 
     def _end_block(self, now: float) -> None:
         block, first = self._block, self._first
         assert block is not None
-        if now - block.ends_at > self._config.block_seconds:  # the controller itself was stopped
+        if now - block.ends_at > self.config.block_seconds:  # the controller itself was stopped
             self.interrupted(now)
         elif first is None:
             self._first = block
@@ -233,20 +233,20 @@ class Switchback:
 
     @property
     def _period(self) -> float:
-        return 2.0 * self._config.block_seconds / self._config.share
+        return 2.0 * self.config.block_seconds / self.config.share
 
     def _drawn(self) -> float:
-        spare = self._period - 2.0 * self._config.block_seconds
+        spare = self._period - 2.0 * self.config.block_seconds
         return self._period_at + self._random.random() * max(spare, 0.0)
 
     def _judge(self, now: float) -> None:
         measured = self.measured
         if measured is None or measured.high >= 0.0:
             return
-        self._off_until = now + self._config.retry_seconds
+        self._off_until = now + self.config.retry_seconds
         self.news = (
             f"the policy is {describe(measured)} against the fallback K={self._fallback}: the fallback is in force, "
-            f"the policy is tried again in {_hours(self._config.retry_seconds)}"
+            f"the policy is tried again in {_hours(self.config.retry_seconds)}"
         )
 
     def _try_again(self, now: float) -> None:
@@ -265,7 +265,7 @@ class Switchback:
         block = self._block
         if block is None or block.epoch is None or step.epoch < block.epoch or step.source != DecisionSource.TABLE:
             return
-        if not block.begun_at + self._config.washout_seconds <= now < block.ends_at:
+        if not block.begun_at + self.config.washout_seconds <= now < block.ends_at:
             return
         if step.forwards != 1 or step.after_idle or step.seconds <= 0.0:
             return

@@ -90,7 +90,8 @@ def _flag(text: str) -> bool:
     return text == "1"
 
 
-def _max_steps(text: str) -> tuple[tuple[int, int], ...]:
+def max_steps_by_batch(text: str) -> tuple[tuple[int, int], ...]:
+    """Return (batch size, steps) pairs of text such as ``16:3,64:0``; ValueError says what is wrong with it."""
     if not text:
         return ()
     pairs: list[tuple[int, int]] = []
@@ -127,7 +128,7 @@ OPTIONS = (
         "SPECPILOT_MAX_STEPS_BY_BATCH",
         "",
         "Upper bounds that no table can pass: `16:3,64:0` means at most 3 from batch size 16 on, 0 from 64 on.",
-        _max_steps,
+        max_steps_by_batch,
     ),
     Option(
         "SPECPILOT_SKIP",

@@ -78,6 +78,7 @@ class CompiledTable:
     explore: dict[int, tuple[tuple[int, float], ...]]
     block_steps: int
     seed: int = 0
+    shadow: bool = False
 
     @staticmethod
     def compile(table: DecisionTable, candidate_steps: Sequence[int]) -> CompiledTable:
@@ -120,6 +121,7 @@ class CompiledTable:
             explore={cell: tuple((k, p) for k, p in row) for cell, row in table.explore.items() if row},
             block_steps=table.block_steps,
             seed=table.seed,
+            shadow=table.shadow,
         )
 
     def choose(
@@ -278,7 +280,7 @@ class TablePolicy:
         block = choice.block if proposed == choice.steps else -1
         return Launch(
             self.forward_iter,
-            fallback if self.shadow else proposed,
+            fallback if self.shadow or table.shadow else proposed,
             proposed,
             self.source,
             table.epoch,

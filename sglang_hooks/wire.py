@@ -2,7 +2,7 @@
 
     hook  -> controller   Hello, StepBatch, HookState
     controller -> hook    HelloRequest, DecisionTable, Lease
-    operator <-> controller   StatusRequest, StatusReport
+    operator <-> controller   StatusRequest, StatusReport; SetRequest, SetReply
 
 One message is one ZMQ frame: a version byte, then a MessagePack array that begins with the
 message's tag. Readers check size and version before anything is decoded, and nothing
@@ -18,7 +18,7 @@ from typing import Annotated
 
 import msgspec
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MAX_MESSAGE_BYTES = 4 << 20
 """A StepBatch of 256 records at batch size 1024 is about 0.6 MB; a table a few kB."""
 
@@ -201,6 +201,8 @@ class DecisionTable(msgspec.Struct, frozen=True, array_like=True, tag="table"):
     """Length of an exploration block in forward passes: one draw holds for all of it."""
     seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
     """Where the sequence of draws begins: random per server, the same in all its tables."""
+    shadow: bool = False
+    """Look up and record what it says, but apply the fallback."""
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True, tag="lease"):
@@ -223,9 +225,31 @@ class StatusReport(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     report: bytes
 
 
-FromHook = Hello | StepBatch | HookState | StatusRequest
+class SetRequest(msgspec.Struct, frozen=True, array_like=True, tag="set?"):
+    """An operator's client asks for a change of the configuration in force; all of it is made, or nothing."""
+
+    values: dict[Name, Name]
+    """TOML values by dotted key; an empty one takes the key back."""
+    server: Name = ""
+    """Whose; empty: of all servers."""
+    seconds: Seconds = 0.0
+    """Until it is undone; 0: until the controller restarts."""
+    reset: bool = False
+    """First take back what was set before for this server (without one: for all), with ``seconds`` only what was
+    set for a time."""
+
+
+class SetReply(msgspec.Struct, frozen=True, array_like=True, tag="set"):
+    """What came of it: ``error`` is empty, or says why nothing was changed."""
+
+    error: str
+    report: bytes
+    """What is in force now, as JSON (``controller/live_config.py``)."""
+
+
+FromHook = Hello | StepBatch | HookState | StatusRequest | SetRequest
 ToHook = HelloRequest | DecisionTable | Lease
-Message = FromHook | ToHook | StatusReport
+Message = FromHook | ToHook | StatusReport | SetReply
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -242,7 +266,7 @@ class FrameDecoder:
     Lease(epoch=3, lease_seconds=5.0)
     >>> FrameDecoder(ToHook).decode(b"x")
     Traceback (most recent call last):
-    sglang_hooks.wire.WireError: wire version 120, this side speaks 1: run the same specpilot on both
+    sglang_hooks.wire.WireError: wire version 120, this side speaks 2: run the same specpilot on both
     """
 
     def __init__(self, expected: object) -> None:

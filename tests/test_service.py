@@ -31,7 +31,7 @@ from policies.interface import Grid, Plan, Policy
 from sglang_hooks.agent import Agent, ServerFacts
 from sglang_hooks.settings import Settings
 from sglang_hooks.table_policy import TablePolicy
-from sglang_hooks.wire import MAX_MESSAGE_BYTES, DecisionSource, Hello, StepBatch, StepRecord, encode
+from sglang_hooks.wire import MAX_MESSAGE_BYTES, WIRE_VERSION, DecisionSource, Hello, StepBatch, StepRecord, encode
 from tests.messages import hello, record
 
 THRESHOLD = '[policy]\nname = "threshold"\nthreshold = 5\nsteps = 3\nband = 1\n'
@@ -275,8 +275,9 @@ def test_bad_messages_are_counted_and_hurt_nobody(make: Make, agents: Agents) ->
     controller = make().start()
     agent = agents(controller.endpoint)
     until(lambda: in_command(agent))
-    frames = [b"", b"\x01", b"\xff", os.urandom(200), b"\x07" + encode(hello())[1:], encode(hello())[:-1]]
-    frames.append(b"\x01\x92\xa5steps\x01")
+    version = bytes((WIRE_VERSION,))
+    frames = [b"", version, b"\xff", os.urandom(200), b"\x07" + encode(hello())[1:], encode(hello())[:-1]]
+    frames.append(version + b"\x92\xa5steps\x01")
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 1000)
         stranger.connect(controller.endpoint)
@@ -332,7 +333,7 @@ class Failing(Policy):
 def test_a_policy_that_fails_for_one_server_goes_on_for_the_others(
     tmp_path: Path, agents: Agents, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("controller.config.ThresholdPolicy.build", lambda self, prior: Failing())
+    monkeypatch.setattr("controller.config.ThresholdPolicy.build", lambda self, prior=None: Failing())
     settings = ControllerConfig(endpoint=f"ipc://{tmp_path}/c.ipc", lease_seconds=0.5)
     service = Service(Config(controller=settings, trace=TraceConfig(directory="")))
     good, bad = agents(settings.endpoint, "good"), agents(settings.endpoint, "bad")

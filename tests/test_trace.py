@@ -357,13 +357,13 @@ def test_what_is_no_trace_is_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="an Arrow file, but not a specpilot trace"):
         Segment(path)
     _stream(path, SCHEMA.with_metadata({"specpilot.trace": "999"}))
-    with pytest.raises(TraceError, match="trace format 999, this one reads 1"):
+    with pytest.raises(TraceError, match="trace format 999, this one reads 2"):
         Segment(path)
-    _stream(path, pa.schema(list(SCHEMA)[1:], metadata={"specpilot.trace": "1"}))
+    _stream(path, pa.schema(list(SCHEMA)[1:], metadata={"specpilot.trace": "2"}))
     with pytest.raises(TraceError, match="another version"):
         Segment(path)
     for text in ("{}", "[]", "no json"):
-        _stream(path, SCHEMA.with_metadata({"specpilot.trace": "1", "specpilot.hello": text}))
+        _stream(path, SCHEMA.with_metadata({"specpilot.trace": "2", "specpilot.hello": text}))
         with pytest.raises(TraceError, match="describes its server"):
             Segment(path)
 

@@ -16,7 +16,7 @@ def student_975(freedom: float) -> float:
     """Return the 97.5th percentile at ``freedom`` degrees, at least 1; within 0.005 at whole numbers.
 
     >>> [round(student_975(freedom), 3) for freedom in (1, 9, 9.5, 60, 1e9)]
-    [12.706, 2.262, 2.244, 1.999, 1.96]
+    [12.706, 2.262, 2.244, 2.0, 1.96]
     """
     if freedom <= len(_STUDENT_975):
         return float(np.interp(1.0 / freedom, _INVERSE, _STUDENT_975[::-1]))

@@ -35,7 +35,7 @@ from sglang_hooks.wire import WIRE_VERSION, Hello, StepRecord
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Of the segments; raise it with every change of SCHEMA or of the metadata."""
 BATCH_RECORDS = 4096
 """Largest record batch: it bounds what a reader holds at once (about 0.7 MB at batch size 16)."""

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import msgspec
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MAX_MESSAGE_BYTES = 4 << 20
 """A StepBatch of 256 records at batch size 1024 is about 0.6 MB; a table a few kB."""
 
@@ -244,7 +244,7 @@ class FrameDecoder:
     Lease(epoch=3, lease_seconds=5.0)
     >>> FrameDecoder(ToHook).decode(b"x")
     Traceback (most recent call last):
-    sglang_hooks.wire.WireError: wire version 120, this side speaks 1: run the same specpilot on both
+    sglang_hooks.wire.WireError: wire version 120, this side speaks 2: run the same specpilot on both
     """
 
     def __init__(self, expected: object) -> None:

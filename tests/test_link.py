@@ -14,7 +14,7 @@ from sglang_hooks.agent import Agent, ServerFacts
 from sglang_hooks.broadcast import BURST
 from sglang_hooks.settings import Settings
 from sglang_hooks.table_policy import TablePolicy
-from sglang_hooks.wire import MAX_MESSAGE_BYTES, DecisionSource, HelloRequest, Lease, encode
+from sglang_hooks.wire import MAX_MESSAGE_BYTES, WIRE_VERSION, DecisionSource, HelloRequest, Lease, encode
 from tests.messages import record, table
 from tests.peers import Peer
 
@@ -58,12 +58,12 @@ def wait(done: Callable[[], object], seconds: float = 10.0) -> None:
     "frame",
     [
         b"",
-        b"\x01",
+        bytes((WIRE_VERSION,)),
         b"\xff",
         os.urandom(64),
-        b"\x02" + encode(Lease(1, 5.0))[1:],
+        bytes((WIRE_VERSION + 1,)) + encode(Lease(1, 5.0))[1:],
         encode(table())[:-3],
-        b"\x01" + b"\x93" * 5000,
+        bytes((WIRE_VERSION,)) + b"\x93" * 5000,
         encode(table(epoch=-4)),
         encode(table(steps=2)),
         encode(table(lease_seconds=float("nan"))),

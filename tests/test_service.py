@@ -31,7 +31,7 @@ from policies.interface import Grid, Plan, Policy
 from sglang_hooks.agent import Agent, ServerFacts
 from sglang_hooks.settings import Settings
 from sglang_hooks.table_policy import TablePolicy
-from sglang_hooks.wire import MAX_MESSAGE_BYTES, DecisionSource, Hello, StepBatch, StepRecord, encode
+from sglang_hooks.wire import MAX_MESSAGE_BYTES, WIRE_VERSION, DecisionSource, Hello, StepBatch, StepRecord, encode
 from tests.messages import hello, record
 
 THRESHOLD = '[policy]\nname = "threshold"\nthreshold = 5\nsteps = 3\nband = 1\n'
@@ -275,8 +275,15 @@ def test_bad_messages_are_counted_and_hurt_nobody(make: Make, agents: Agents) ->
     controller = make().start()
     agent = agents(controller.endpoint)
     until(lambda: in_command(agent))
-    frames = [b"", b"\x01", b"\xff", os.urandom(200), b"\x07" + encode(hello())[1:], encode(hello())[:-1]]
-    frames.append(b"\x01\x92\xa5steps\x01")
+    frames = [
+        b"",
+        bytes((WIRE_VERSION,)),
+        b"\xff",
+        os.urandom(200),
+        b"\x07" + encode(hello())[1:],
+        encode(hello())[:-1],
+    ]
+    frames.append(bytes((WIRE_VERSION,)) + b"\x92\xa5steps\x01")
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 1000)
         stranger.connect(controller.endpoint)

@@ -31,8 +31,8 @@ import msgspec
 import numpy as np
 
 from controller.config import SwitchbackConfig
-from controller.replay_statistics import student_975
 from policies.interface import Grid, Plan
+from policies.student import student_975
 from sglang_hooks.wire import MASKED, DecisionSource, Hello, StepRecord
 
 CLAIM_PAIRS = 10

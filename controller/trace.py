@@ -47,7 +47,7 @@ _SEGMENT_NAME = re.compile(r"\d{6,}\.arrows")
 _COLUMN_TYPES = {
     pa.bool_(): "after_idle graph overlap grammar",
     pa.int8(): "source previous_kind",
-    pa.int16(): "steps proposed_steps draft_tokens",
+    pa.int16(): "steps proposed_steps held_steps draft_tokens",
     pa.int32(): "batch_size padded_batch_size running queued retracted cell previous_width",
     pa.int64(): "record_seq step context_tokens kv_used_tokens epoch block forwards prefill_tokens",
     pa.float64(): "time seconds probability launch_gap_seconds",

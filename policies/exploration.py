@@ -171,10 +171,10 @@ def floored(
 ) -> tuple[tuple[int, float], ...]:
     """Return ``tried`` with at least ``floor`` for every other K that is ``allowed``, as far as that loses little.
 
-    What can be told from a log of a policy that never ran is told by what was drawn (``estimators.py``),
+    What can be told from a log of a policy that never ran is told by what was drawn (``overlap.py``),
     so a floor buys answers, not better decisions. It loses at most FLOOR_SHARE of ``rate``, evenly over the K:
-    one that loses much is drawn more rarely. Together they stay below MOST, so that what is ordinary
-    can be told by its probability.
+    one that loses much is drawn more rarely. Together they stay below MOST, so that
+    the table's own K is the rule.
 
     >>> floored(((3, 0.02),), [0, 1, 3], best=1, losses=[0.5, 0.0, 0.01], allowed=[True] * 3, floor=0.01, rate=0.004)
     ((3, 0.02), (0, 0.00169))

@@ -44,6 +44,7 @@ class Launch(NamedTuple):
     forward_iter: int
     steps: int
     proposed_steps: int
+    held_steps: int
     source: DecisionSource
     epoch: int
     cell: int
@@ -260,7 +261,7 @@ class TablePolicy:
         table = self.table
         fallback = self._capped(self.fallback_steps, batch_size)
         if table is None or self.source == DecisionSource.HALTED:
-            return Launch(self.forward_iter, fallback, fallback, self.source, 0, -1, 1.0, -1)
+            return Launch(self.forward_iter, fallback, fallback, fallback, self.source, 0, -1, 1.0, -1)
         choice = table.choose(
             batch_size,
             self.mean_context,
@@ -278,10 +279,12 @@ class TablePolicy:
         # Where the cap changed the draw, the choice was certain, not the draw's.
         probability = choice.probability if proposed == choice.steps else 1.0
         block = choice.block if proposed == choice.steps else -1
+        held = self._capped(choice.held, batch_size) if proposed == choice.steps else proposed
         return Launch(
             self.forward_iter,
             fallback if self.shadow or table.shadow else proposed,
             proposed,
+            held,
             self.source,
             table.epoch,
             choice.cell,

@@ -114,6 +114,8 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """K asked for at launch."""
     proposed_steps: Steps
     """K the table asked for; differs from ``steps`` only in shadow mode."""
+    held_steps: Steps
+    """K the table held: what is proposed unless exploration draws something else."""
     draft_tokens: Steps
     """Tokens verified per request, from the step's own result (K+1 for a chain)."""
     accepted_drafts: list[Annotated[int, msgspec.Meta(ge=-1, le=4096)]]

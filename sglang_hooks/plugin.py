@@ -1,10 +1,10 @@
 """Where Specpilot enters SGLang: the entry point of ``sglang.srt.plugins``, and every hook.
 
 SGLang calls ``activate`` in each of its processes. Without SPECPILOT_ENDPOINT it returns at
-once. With it, it checks the version and replaces ``AdaptiveSpeculativeParams``, the policy
-class of ``--speculative-adaptive``. SGLang builds that class only in scheduler processes
-that adapt, so its constructor is where the other hooks are put in place: they touch modules
-that the tokenizer and the detokenizer should not import.
+once. With it, it checks SGLang's version and code (see contract.py), and replaces
+``AdaptiveSpeculativeParams``, the policy class of ``--speculative-adaptive``. SGLang builds that
+class only in scheduler processes that adapt, so its constructor is where the other hooks are put
+in place: they touch modules that the tokenizer and the detokenizer should not import.
 
     target                                            what the hook does
     AdaptiveSpeculativeParams                         is replaced by SglangTablePolicy
@@ -47,15 +47,28 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_hooks.agent import Agent, ServerFacts, default_server_id
 from sglang_hooks.broadcast import PolicyUpdate
-from sglang_hooks.settings import Settings, SettingsError
-from sglang_hooks.skip import (
-    DecodeSkip,
-    is_out_of_memory,
-    marker_class,
-    owned_length_target,
-    unsupported_reason,
-    version_reason,
+from sglang_hooks.contract import (
+    BATCH,
+    DRAFT_WORKER,
+    EAGLE_DRAFT,
+    ENTRY,
+    HOOKS,
+    POLICY_CLASS,
+    PROCESSOR,
+    RECEIVER,
+    RIG_VERSION,
+    ROW_POOL,
+    SCHEDULER,
+    SKIP,
+    TESTED_VERSIONS,
+    WORKER,
+    WORKER_MODULE,
+    Use,
+    installed_moved,
+    owned_length,
 )
+from sglang_hooks.settings import Settings, SettingsError
+from sglang_hooks.skip import DecodeSkip, is_out_of_memory, marker_class, unsupported_reason, version_reason
 from sglang_hooks.table_policy import TablePolicy
 from sglang_hooks.tree import TreeController, drafts_a_tree
 
@@ -63,20 +76,6 @@ if TYPE_CHECKING:
     from sglang.srt.plugins.hook_registry import HookSource, HookType
 
 logger = logging.getLogger(__name__)
-
-TESTED_VERSIONS = ("0.5.20", "0.5.21", "0.5.22", "0.5.23")
-RIG_VERSION = "0.5.17"
-"""Runs on the GPU rig of this project only; its adaptive mode must start at the widest step."""
-
-POLICY_CLASS = "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams"
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-_BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
-_COMPONENTS = "sglang.srt.managers.scheduler_components"
-_WORKER = "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2"
-_EAGLE_DRAFT = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
-_DRAFT_WORKER = "sglang.srt.speculative.base_spec_worker.EagleDraftWorkerBase"
-_ROW_FREE = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free"
-_WORKER_LOGGER = "sglang.srt.speculative.eagle_worker_v2"
 
 _RESTORE = "adaptive_spec.restore"
 """The name under which SGLang logs each switch in its list of overrides."""
@@ -121,11 +120,11 @@ def activate() -> None:
 
     from sglang.srt.plugins.hook_registry import HookType
 
-    _check_signatures()
+    _check(ENTRY)
     hooks: list[tuple[str, Any, HookType]] = [(POLICY_CLASS, _policy_class(), HookType.REPLACE)]
     if "sglang.srt.managers.scheduler" in sys.modules:  # a scheduler process, or the one that starts them
-        hooks.append((f"{_SCHEDULER}.maybe_init_draft_worker", _after_init_draft_worker, HookType.AFTER))
-        hooks.append((f"{_SCHEDULER}.init_model_worker", _after_init_model_worker, HookType.AFTER))
+        hooks.append((f"{SCHEDULER}.maybe_init_draft_worker", _after_init_draft_worker, HookType.AFTER))
+        hooks.append((f"{SCHEDULER}.init_model_worker", _after_init_model_worker, HookType.AFTER))
     _install(hooks)
 
 
@@ -146,7 +145,7 @@ def uninstall() -> None:
         if patch.wraps_others:
             HookRegistry._patched.add(patch.target)
     HookRegistry.apply_hooks()  # of other plugins that had been applied together with ours
-    logging.getLogger(_WORKER_LOGGER).removeFilter(_not_a_switch)
+    logging.getLogger(WORKER_MODULE).removeFilter(_not_a_switch)
     if _installed.agent is not None:
         _installed.agent.stop()
     _installed = _Installed()
@@ -166,73 +165,24 @@ def _check_version(settings: Settings) -> None:
     version = sglang.__version__
     if version in (*TESTED_VERSIONS, RIG_VERSION) or settings.allow_untested:
         return
+    moved = installed_moved(ENTRY + HOOKS + SKIP)
+    differs = f"its code differs: {'; '.join(moved)}" if moved else "its code has all that the hooks use"
     _refuse(
         f"SGLang {version} is not one of the tested versions {', '.join(TESTED_VERSIONS)}: install one of them, "
-        "unset SPECPILOT_ENDPOINT, or set SPECPILOT_ALLOW_UNTESTED=1 to try"
+        f"unset SPECPILOT_ENDPOINT, or set SPECPILOT_ALLOW_UNTESTED=1 to try ({differs})"
     )
 
 
-_SIGNATURES = {
-    f"{POLICY_CLASS}.__init__": ("self", "initial_steps", "cfg_path"),
-    "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController.activate_step_by_batch": (
-        "self",
-        "batch_size",
-    ),
-    "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController.on_verify_complete": (
-        "self",
-        "num_correct_drafts_per_req",
-        "batch_size",
-    ),
-    "sglang.srt.speculative.adaptive_spec_params.resolve_candidate_steps_from_config": ("cfg_path",),
-}
-_SCHEDULER_SIGNATURES = {
-    f"{_COMPONENTS}.request_receiver.SchedulerRequestReceiver._pull_raw_reqs": ("self",),
-    f"{_COMPONENTS}.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_decode": (
-        "self",
-        "batch",
-        "result",
-    ),
-    f"{_SCHEDULER}.init_request_dispatcher": ("self",),
-    f"{_WORKER}.apply_runtime_state": ("self", "state"),
-    f"{_DRAFT_WORKER}._rebuild_topk1_chain_buffers": ("self",),
-    f"{_WORKER}._build_trivial_verify_input": ("self", "batch"),
-}
-_FIELDS = {
-    "sglang.srt.managers.utils.GenerationBatchResult": (
-        "num_correct_drafts_per_req_cpu",
-        "speculative_num_draft_tokens",
-        "copy_done",
-        "can_run_cuda_graph",
-    ),
-    "sglang.srt.managers.schedule_batch.ScheduleBatch": (
-        "forward_iter",
-        "launch_ts",
-        "has_grammar",
-        "forward_mode",
-    ),
-}
+def _check(uses: tuple[Use, ...]) -> None:
+    if moved := installed_moved(uses):
+        _moved("; ".join(moved))
 
 
-def _check_signatures(signatures: dict[str, tuple[str, ...]] = _SIGNATURES) -> None:
-    for target, expected in signatures.items():
-        try:
-            found = tuple(inspect.signature(pkgutil.resolve_name(target)).parameters)
-        except (ImportError, AttributeError) as error:
-            _moved(target, str(error))
-        if found != expected:
-            _moved(target, f"its parameters are {found}, not {expected}")
-
-
-def _check_fields() -> None:
-    for target, names in _FIELDS.items():
-        fields = getattr(pkgutil.resolve_name(target), "__dataclass_fields__", {})
-        for name in names:
-            if name not in fields:
-                _moved(target, f"it has no field {name!r}")
-
-
-def _moved(target: str, why: str) -> NoReturn:
-    _refuse(f"{target} is not what this release of specpilot knows ({why}): use a tested SGLang")
+def _moved(what: str) -> NoReturn:
+    _refuse(
+        f"this SGLang is not what this release of specpilot knows ({what}): "
+        f"install one of {', '.join(TESTED_VERSIONS)}, or unset SPECPILOT_ENDPOINT"
+    )
 
 
 def _source() -> HookSource:
@@ -250,6 +200,8 @@ def _install(hooks: Sequence[tuple[str, Any, HookType]]) -> None:
     for target, hook, kind in hooks:
         owner_path, name = target.rsplit(".", 1)
         owner = pkgutil.resolve_name(owner_path)
+        if not hasattr(owner, name):
+            _moved(f"{target} is gone")
         if target in HookRegistry._patched:
             # SGLang would skip ours: it applies a target's hooks once. Wrap what is there.
             foreign[target] = HookRegistry._hooks.pop(target)
@@ -262,7 +214,7 @@ def _install(hooks: Sequence[tuple[str, Any, HookType]]) -> None:
         HookRegistry._hooks[target] = others + HookRegistry._hooks[target]
     for patch in patches:
         if inspect.getattr_static(patch.owner, patch.name) is patch.original:
-            _moved(patch.target, "SGLang could not patch it, see its log")
+            _moved(f"{patch.target} could not be patched, see SGLang's log")
 
 
 def _not_a_switch(record: logging.LogRecord) -> bool:
@@ -309,23 +261,20 @@ def _check_rig(candidates: Sequence[int], initial_steps: int) -> None:
 def _install_scheduler_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookType
 
-    _check_signatures(_SCHEDULER_SIGNATURES)
-    _check_fields()
-    receiver = f"{_COMPONENTS}.request_receiver.SchedulerRequestReceiver"
-    processor = f"{_COMPONENTS}.batch_result_processor.SchedulerBatchResultProcessor"
+    _check(HOOKS)
     _install(
         [
-            (f"{_SCHEDULER}.init_request_dispatcher", _after_init_request_dispatcher, HookType.AFTER),
-            (f"{receiver}._pull_raw_reqs", _after_pull_raw_reqs, HookType.AFTER),
-            (f"{_BATCH}.retract_decode", _after_retract_decode, HookType.AFTER),
-            (f"{_WORKER}.forward_batch_generation", _around_forward, HookType.AROUND),
-            (f"{processor}.process_batch_result_decode", _around_decode_result, HookType.AROUND),
-            (f"{_WORKER}.apply_runtime_state", _around_apply_runtime_state, HookType.AROUND),
-            (f"{_DRAFT_WORKER}._rebuild_topk1_chain_buffers", _around_rebuild_chain_buffers, HookType.AROUND),
-            (f"{_WORKER}._build_trivial_verify_input", _around_build_trivial_verify_input, HookType.AROUND),
+            (f"{SCHEDULER}.init_request_dispatcher", _after_init_request_dispatcher, HookType.AFTER),
+            (f"{RECEIVER}._pull_raw_reqs", _after_pull_raw_reqs, HookType.AFTER),
+            (f"{BATCH}.retract_decode", _after_retract_decode, HookType.AFTER),
+            (f"{WORKER}.forward_batch_generation", _around_forward, HookType.AROUND),
+            (f"{PROCESSOR}.process_batch_result_decode", _around_decode_result, HookType.AROUND),
+            (f"{WORKER}.apply_runtime_state", _around_apply_runtime_state, HookType.AROUND),
+            (f"{DRAFT_WORKER}._rebuild_topk1_chain_buffers", _around_rebuild_chain_buffers, HookType.AROUND),
+            (f"{WORKER}._build_trivial_verify_input", _around_build_trivial_verify_input, HookType.AROUND),
         ]
     )
-    logging.getLogger(_WORKER_LOGGER).addFilter(_not_a_switch)
+    logging.getLogger(WORKER_MODULE).addFilter(_not_a_switch)
 
 
 def _install_skip_hooks() -> None:
@@ -336,14 +285,14 @@ def _install_skip_hooks() -> None:
         return
     _install(
         [
-            (f"{_WORKER}.init_cuda_graphs", _after_init_cuda_graphs, HookType.AFTER),
-            (f"{_WORKER}.verify", _around_verify, HookType.AROUND),
-            (f"{_WORKER}._stub_skipped_draft_extend", _around_draft_extend, HookType.AROUND),
-            (f"{_EAGLE_DRAFT}._draft_extend_for_decode", _around_draft_extend, HookType.AROUND),
-            (f"{_EAGLE_DRAFT}.draft", _around_draft, HookType.AROUND),
-            (f"{_EAGLE_DRAFT}._draft_extend_for_prefill", _after_draft_prefill, HookType.AFTER),
-            (_ROW_FREE, _before_row_free, HookType.BEFORE),
-            (owned_length_target(), _after_owned_length, HookType.AFTER),
+            (f"{WORKER}.init_cuda_graphs", _after_init_cuda_graphs, HookType.AFTER),
+            (f"{WORKER}.verify", _around_verify, HookType.AROUND),
+            (f"{WORKER}._stub_skipped_draft_extend", _around_draft_extend, HookType.AROUND),
+            (f"{EAGLE_DRAFT}._draft_extend_for_decode", _around_draft_extend, HookType.AROUND),
+            (f"{EAGLE_DRAFT}.draft", _around_draft, HookType.AROUND),
+            (f"{EAGLE_DRAFT}._draft_extend_for_prefill", _after_draft_prefill, HookType.AFTER),
+            (f"{ROW_POOL}.free", _before_row_free, HookType.BEFORE),
+            (owned_length(), _after_owned_length, HookType.AFTER),
         ]
     )
 

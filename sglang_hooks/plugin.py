@@ -511,6 +511,9 @@ def _around_build_trivial_verify_input(original: Callable[..., Any], worker: Any
     """
     if _installed.skip is not None and (marker := _installed.skip.begin(batch)) is not None:
         return marker
+    agent = _agent()
+    if agent.ready and agent.settings.skip == "decode" and not batch.forward_mode.is_idle():
+        agent.skipped_by_verify()
     verify_input = original(worker, batch)
     if verify_input.draft_token is not None:
         verify_input.draft_token = verify_input.draft_token.long()

@@ -70,12 +70,12 @@ _PARALLEL = "tp_rank tp_size dp_rank"
 
 ENTRY = (
     # -- how plugins are hooked in --
-    Use(f"{_REGISTRY}.HookRegistry", "plugin.py", has="_hooks _patched"),
-    Use(f"{_REGISTRY}.HookRegistry.register", "plugin.py", ("cls target hook hook_type source",)),
-    Use(f"{_REGISTRY}.HookRegistry.apply_hooks", "plugin.py", ("cls",)),
-    Use(f"{_REGISTRY}.HookSource", "plugin.py", has="plugin_name dist_name"),
+    Use(f"{_REGISTRY}.HookRegistry", "patches.py", has="_hooks _patched"),
+    Use(f"{_REGISTRY}.HookRegistry.register", "patches.py", ("cls target hook hook_type source",)),
+    Use(f"{_REGISTRY}.HookRegistry.apply_hooks", "patches.py", ("cls",)),
+    Use(f"{_REGISTRY}.HookSource", "patches.py", has="plugin_name dist_name"),
     Use(f"{_REGISTRY}.HookType", "plugin.py", has="BEFORE AFTER AROUND REPLACE"),
-    Use(f"{_REGISTRY}._propagate_patch", "plugin.py", ("original wrapped source_module",)),
+    Use(f"{_REGISTRY}._propagate_patch", "patches.py", ("original wrapped source_module",)),
     # -- the class that is replaced --
     Use(POLICY_CLASS, "plugin.py"),
     Use(f"{POLICY_CLASS}.__init__", "plugin.py", ("self initial_steps cfg_path",)),
@@ -131,7 +131,7 @@ HOOKS = (
     # -- the scheduler --
     Use(
         SCHEDULER,
-        "plugin.py",
+        "plugin.py server_facts.py",
         has="draft_worker tp_worker server_args max_running_requests max_total_num_tokens enable_overlap "
         "running_batch waiting_queue token_to_kv_pool_allocator tree_cache tp_group model_config _request_dispatcher",
     ),
@@ -145,33 +145,36 @@ HOOKS = (
     Use("sglang.utils.TypeBasedDispatcher.__init__", "plugin.py", ("self mapping",)),
     Use(
         f"{_SRT}.server_args.ServerArgs",
-        "plugin.py",
+        "server_facts.py",
         has="model_path speculative_draft_model_path speculative_algorithm host port dp_size",
         until="0.5.17",
     ),
-    Use(f"{_FIELDS}.model.Model", "plugin.py", has="model_path", since="0.5.20"),
+    Use(f"{_FIELDS}.model.Model", "server_facts.py", has="model_path", since="0.5.20"),
     Use(
         f"{_FIELDS}.spec.Spec",
-        "plugin.py",
+        "server_facts.py",
         has="speculative_draft_model_path speculative_algorithm",
         since="0.5.20",
     ),
-    Use(f"{_FIELDS}.serving.Serving", "plugin.py", has="host port", since="0.5.20"),
-    Use(f"{_FIELDS}.parallel.Parallel", "plugin.py", has="dp_size", since="0.5.20"),
-    Use(f"{_SRT}.configs.model_config.ModelConfig", "plugin.py", has="context_len"),
-    Use(f"{_SRT}.distributed.parallel_state_wrapper.ParallelState", "plugin.py", has=_PARALLEL, until="0.5.20"),
-    Use(f"{_FIELDS}.parallel.Parallel", "plugin.py", has=_PARALLEL, since="0.5.21"),
+    Use(f"{_FIELDS}.serving.Serving", "server_facts.py", has="host port", since="0.5.20"),
+    Use(f"{_FIELDS}.parallel.Parallel", "server_facts.py", has="dp_size", since="0.5.20"),
+    Use(f"{_SRT}.configs.model_config.ModelConfig", "server_facts.py", has="context_len"),
     Use(
-        f"{_SRT}.distributed.parallel_state.GroupCoordinator.all_gather_object", "plugin.py broadcast.py", ("self obj",)
+        f"{_SRT}.distributed.parallel_state_wrapper.ParallelState",
+        "plugin.py server_facts.py",
+        has=_PARALLEL,
+        until="0.5.20",
     ),
+    Use(f"{_FIELDS}.parallel.Parallel", "plugin.py server_facts.py", has=_PARALLEL, since="0.5.21"),
+    Use(f"{_SRT}.distributed.parallel_state.GroupCoordinator.all_gather_object", "plugin.py", ("self obj",)),
     Use(f"{_SRT}.runtime_context.get_parallel", "plugin.py", ("",)),
     Use(f"{_SRT}.runtime_context.get_context", "plugin.py", ("",)),
     Use(f"{_SRT}.runtime_context.RuntimeContext", "plugin.py", has="_overrides_log override"),
-    Use(f"{_SRT}.utils.common.get_device_name", "plugin.py", ("device_id",)),
-    Use(f"{_SRT}.mem_cache.allocator.base.BaseTokenToKVPoolAllocator", "plugin.py", has="available_size"),
-    Use(f"{_SRT}.mem_cache.base_prefix_cache.BasePrefixCache", "plugin.py", has="evictable_size"),
-    Use(_GRAPHS, "plugin.py", has="capture_bs"),
-    Use(RUNNER, "plugin.py", has="decode_cuda_graph_runner"),
+    Use(f"{_SRT}.utils.common.get_device_name", "server_facts.py", ("device_id",)),
+    Use(f"{_SRT}.mem_cache.allocator.base.BaseTokenToKVPoolAllocator", "server_facts.py", has="available_size"),
+    Use(f"{_SRT}.mem_cache.base_prefix_cache.BasePrefixCache", "server_facts.py", has="evictable_size"),
+    Use(_GRAPHS, "server_facts.py", has="capture_bs"),
+    Use(RUNNER, "server_facts.py", has="decode_cuda_graph_runner"),
     # -- receiving: what is appended to the pulled requests reaches every rank in the same pass --
     Use(f"{RECEIVER}._pull_raw_reqs", "plugin.py", ("self",)),
     Use(
@@ -198,7 +201,7 @@ HOOKS = (
     ),
     Use(
         WORKER,
-        "plugin.py tree.py",
+        "plugin.py server_facts.py tree.py",
         has="adaptive_controller topk speculative_num_steps speculative_num_draft_tokens activate_step_by_batch",
     ),
     Use(f"{WORKER}._build_trivial_verify_input", "plugin.py", ("self batch",)),
@@ -237,15 +240,15 @@ HOOKS = (
     ),
     Use(
         BATCH,
-        "plugin.py context.py recorder.py",
-        has="reqs forward_mode forward_iter launch_ts has_grammar extend_num_tokens",
+        "plugin.py agent.py context.py recorder.py",
+        has="reqs spec_info forward_mode forward_iter launch_ts has_grammar extend_num_tokens",
     ),
     Use(BATCH, "recorder.py", has="after_idle_gap", since="0.5.20"),
     Use(f"{BATCH}.retract_decode", "plugin.py", ("self", "self server_args")),
     Use(REQ, "context.py recorder.py", has="seqlen finished_reason is_retracted output_ids finished_len"),
     Use(
         RESULT,
-        "plugin.py context.py recorder.py",
+        "plugin.py agent.py recorder.py",
         has="num_correct_drafts_per_req_cpu speculative_num_draft_tokens copy_done can_run_cuda_graph",
     ),
     Use(f"{_FORWARD}.ForwardMode", "plugin.py context.py recorder.py", has="is_decode is_extend is_mixed is_idle"),
@@ -304,8 +307,8 @@ SKIP = (
     Use(f"{_SRT}.utils.common.fast_topk", "resume.py", ("values topk dim",)),
     Use(ROW_POOL, "skip.py resume.py", has="req_to_token"),
     Use(f"{ROW_POOL}.free", "plugin.py", ("self req",)),
-    Use(_OWNED_LENGTH[1], "plugin.py skip.py", ("self",), until="0.5.20"),
-    Use(_OWNED_LENGTH[0], "plugin.py skip.py", ("self",), since="0.5.21"),
+    Use(_OWNED_LENGTH[1], "plugin.py", ("self",), until="0.5.20"),
+    Use(_OWNED_LENGTH[0], "plugin.py", ("self",), since="0.5.21"),
     Use(
         f"{_SRT}.mem_cache.common.release_kv_cache",
         "plugin.py",

@@ -36,16 +36,14 @@ So whatever goes wrong here ends the start: SystemExit passes SGLang's handler.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import os
-import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from sglang_hooks.agent import Agent, ServerFacts, default_server_id
+from sglang_hooks.agent import Agent
 from sglang_hooks.broadcast import PolicyUpdate
 from sglang_hooks.contract import (
     BATCH,
@@ -67,30 +65,17 @@ from sglang_hooks.contract import (
     installed_moved,
     owned_length,
 )
+from sglang_hooks.patches import Hook, Patch, PatchError, apply, revert
+from sglang_hooks.server_facts import load_of, server_facts
 from sglang_hooks.settings import Settings, SettingsError
 from sglang_hooks.skip import DecodeSkip, is_out_of_memory, marker_class, unsupported_reason, version_reason
 from sglang_hooks.table_policy import TablePolicy
 from sglang_hooks.tree import TreeController, drafts_a_tree
 
-if TYPE_CHECKING:
-    from sglang.srt.plugins.hook_registry import HookSource, HookType
-
 logger = logging.getLogger(__name__)
 
 _RESTORE = "adaptive_spec.restore"
 """The name under which SGLang logs each switch in its list of overrides."""
-
-
-@dataclass(frozen=True)
-class _Patch:
-    """One patched attribute, and what ``uninstall`` puts back."""
-
-    target: str
-    owner: Any
-    name: str
-    original: Any
-    wraps_others: bool
-    """Another plugin's hooks were applied already: ``original`` is their wrapper."""
 
 
 @dataclass
@@ -101,7 +86,7 @@ class _Installed:
     agent: Agent | None = None
     skip: DecodeSkip | None = None
     """Set once its graphs are captured; None where K=0 is SGLang's own."""
-    patches: list[_Patch] = field(default_factory=list)
+    patches: list[Patch] = field(default_factory=list)
 
 
 _installed = _Installed()
@@ -121,7 +106,7 @@ def activate() -> None:
     from sglang.srt.plugins.hook_registry import HookType
 
     _check(ENTRY)
-    hooks: list[tuple[str, Any, HookType]] = [(POLICY_CLASS, _policy_class(), HookType.REPLACE)]
+    hooks: list[Hook] = [(POLICY_CLASS, _policy_class(), HookType.REPLACE)]
     if "sglang.srt.managers.scheduler" in sys.modules:  # a scheduler process, or the one that starts them
         hooks.append((f"{SCHEDULER}.maybe_init_draft_worker", _after_init_draft_worker, HookType.AFTER))
         hooks.append((f"{SCHEDULER}.init_model_worker", _after_init_model_worker, HookType.AFTER))
@@ -131,20 +116,7 @@ def activate() -> None:
 def uninstall() -> None:
     """Take every hook out and leave SGLang's classes as they were; stops the agent."""
     global _installed
-    from sglang.srt.plugins.hook_registry import HookRegistry, _propagate_patch
-
-    for patch in reversed(_installed.patches):
-        current = inspect.getattr_static(patch.owner, patch.name)
-        setattr(patch.owner, patch.name, patch.original)
-        if isinstance(patch.original, type):
-            _propagate_patch(current, patch.original, patch.owner)
-        hooks = HookRegistry._hooks.pop(patch.target)
-        HookRegistry._patched.discard(patch.target)
-        if others := [hook for hook in hooks if hook[2] != _source()]:
-            HookRegistry._hooks[patch.target] = others
-        if patch.wraps_others:
-            HookRegistry._patched.add(patch.target)
-    HookRegistry.apply_hooks()  # of other plugins that had been applied together with ours
+    revert(_installed.patches)
     logging.getLogger(WORKER_MODULE).removeFilter(_not_a_switch)
     if _installed.agent is not None:
         _installed.agent.stop()
@@ -185,36 +157,11 @@ def _moved(what: str) -> NoReturn:
     )
 
 
-def _source() -> HookSource:
-    from sglang.srt.plugins.hook_registry import HookSource
-
-    return HookSource(plugin_name="specpilot", dist_name="specpilot")
-
-
-def _install(hooks: Sequence[tuple[str, Any, HookType]]) -> None:
-    """Register and apply hooks, and make sure that each is really in place."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    patches = []
-    foreign: dict[str, list[Any]] = {}
-    for target, hook, kind in hooks:
-        owner_path, name = target.rsplit(".", 1)
-        owner = pkgutil.resolve_name(owner_path)
-        if not hasattr(owner, name):
-            _moved(f"{target} is gone")
-        if target in HookRegistry._patched:
-            # SGLang would skip ours: it applies a target's hooks once. Wrap what is there.
-            foreign[target] = HookRegistry._hooks.pop(target)
-            HookRegistry._patched.discard(target)
-        patches.append(_Patch(target, owner, name, inspect.getattr_static(owner, name), target in foreign))
-        HookRegistry.register(target, hook, kind, source=_source())
-    _installed.patches.extend(patches)
-    HookRegistry.apply_hooks()
-    for target, others in foreign.items():
-        HookRegistry._hooks[target] = others + HookRegistry._hooks[target]
-    for patch in patches:
-        if inspect.getattr_static(patch.owner, patch.name) is patch.original:
-            _moved(f"{patch.target} could not be patched, see SGLang's log")
+def _install(hooks: Sequence[Hook]) -> None:
+    try:
+        apply(hooks, _installed.patches)
+    except PatchError as error:
+        _moved(str(error))
 
 
 def _not_a_switch(record: logging.LogRecord) -> bool:
@@ -378,8 +325,8 @@ def _after_init_request_dispatcher(result: Any, scheduler: Any) -> None:  # noqa
     scheduler._request_dispatcher += TypeBasedDispatcher([(PolicyUpdate, agent.apply)])
     ranks = getattr(scheduler, "ps", None) or get_parallel()
     agent.start(
-        _server_facts(scheduler, ranks, agent.settings),
-        load=lambda: _load(scheduler),
+        server_facts(scheduler, ranks, agent.settings.server_id, _installed.skip is not None),
+        load=lambda: load_of(scheduler),
         all_gather=scheduler.tp_group.all_gather_object if ranks.tp_size > 1 else lambda value: [value],
     )
     logger.info(
@@ -389,56 +336,6 @@ def _after_init_request_dispatcher(result: Any, scheduler: Any) -> None:  # noqa
         agent.policy.candidate_steps,
         agent.settings.endpoint,
     )
-
-
-def _server_facts(scheduler: Any, ranks: Any, settings: Settings) -> ServerFacts:
-    import sglang
-
-    args = scheduler.server_args
-    runner = scheduler.tp_worker.model_runner
-    graphs = runner.decode_cuda_graph_runner
-    return ServerFacts(
-        server_id=settings.server_id or default_server_id(_host(args.host), args.port),
-        model=args.model_path,
-        draft_model=args.speculative_draft_model_path or "",
-        algorithm=args.speculative_algorithm,
-        topk=scheduler.draft_worker.topk,
-        tree_tokens=scheduler.draft_worker.speculative_num_draft_tokens if scheduler.draft_worker.topk > 1 else 0,
-        captured_batch_sizes=tuple(graphs.capture_bs) if graphs is not None else (),
-        max_running_requests=scheduler.max_running_requests,
-        kv_tokens=scheduler.max_total_num_tokens,
-        overlap=scheduler.enable_overlap,
-        rank=ranks.tp_rank,
-        tp_size=ranks.tp_size,
-        dp_size=args.dp_size,
-        dp_rank=ranks.dp_rank or 0,
-        gpu=_gpu_name(),
-        sglang_version=sglang.__version__,
-        context_length=scheduler.model_config.context_len,
-        skip="verify" if _installed.skip is None else "decode",
-    )
-
-
-def _host(host: str | None) -> str:
-    """A name that tells servers of different machines apart: loopback and any-address do not."""
-    return "" if host in (None, "", "127.0.0.1", "localhost", "0.0.0.0", "::", "::1") else str(host)  # noqa: S104
-
-
-def _gpu_name() -> str:
-    from sglang.srt.utils import get_device_name
-
-    try:
-        return str(get_device_name())
-    except Exception:  # the name is for people and fingerprints; a driver without one is no reason to stop
-        logger.warning("specpilot: the accelerator did not tell its name", exc_info=True)
-        return "unknown"
-
-
-def _load(scheduler: Any) -> tuple[int, int, int]:
-    used = scheduler.max_total_num_tokens - (
-        scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
-    )
-    return len(scheduler.running_batch.reqs), len(scheduler.waiting_queue), used
 
 
 # -- hooks of the loop; what they cost is measured by `specpilot bench hook` --

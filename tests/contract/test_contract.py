@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -334,3 +335,9 @@ def test_what_moved_ends_the_start_though_the_version_is_allowed(monkeypatch: py
     assert "AdaptiveSpeculativeParams.__init__: parameter cfg_path is gone in SGLang 0.5.24" in text
     assert "install one of 0.5.20, 0.5.21, 0.5.22, 0.5.23, or unset SPECPILOT_ENDPOINT" in text
     assert plugin._installed.patches == []
+
+
+def test_the_package_asks_for_the_tested_versions() -> None:
+    project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]
+    tested = contract.TESTED_VERSIONS
+    assert project["optional-dependencies"]["sglang"] == [f"sglang>={tested[0]},<={tested[-1]}"]

@@ -203,7 +203,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
 }
 """Classes behind the names that the hooks give to SGLang's objects."""
 
-NOT_SGLANGS = {("draft_worker", "__dict__"), ("target", "rsplit"), ("part", "append")}
+NOT_SGLANGS = {("draft_worker", "__dict__"), ("target", "rpartition"), ("part", "append")}
 """Every object's, and other objects of these names."""
 
 

@@ -19,6 +19,7 @@ import msgspec
 import zmq
 
 from controller.config import Config, ConfigError, GoodputPolicy, ServerConfig, default_endpoint
+from controller.counters import CONTROLLER_COUNTERS, Once, cause
 from controller.endpoint import Endpoint
 from controller.live_config import Layers, LiveConfig
 from controller.pace import Pace
@@ -111,6 +112,8 @@ class Service:
         self._strangers: dict[bytes, Stranger] = {}
         self._refused = 0
         self._stopping = self._reload = False
+        self._counters = dict.fromkeys(CONTROLLER_COUNTERS, 0)
+        self._once = Once(logger)
 
     @property
     def endpoint(self) -> str:
@@ -174,9 +177,8 @@ class Service:
             message = self._decoder.decode(frames[1])
         except WireError as error:
             self._refused += 1
-            if self._refused == 1 or self._refused % 1000 == 0:
-                who = self._by_address[address].key if address in self._by_address else "an unknown peer"
-                logger.warning("a message of %s was refused: %s (%d so far)", who, error, self._refused)
+            who = self._by_address[address].key if address in self._by_address else "an unknown peer"
+            self._once.warn(cause(error), f"a message of {who} was refused: {error}", "refused_messages")
             return
         if isinstance(message, StatusRequest):
             report = msgspec.json.encode(self.status())
@@ -205,13 +207,22 @@ class Service:
         """Ask a peer who it is, and keep what it sent until it has answered."""
         stranger = self._strangers.setdefault(address, Stranger())
         if len(self._strangers) > STRANGERS:
-            del self._strangers[next(iter(self._strangers))]
+            self._drop(len(self._strangers.pop(next(iter(self._strangers))).held))
+        if stranger.turned_away or len(stranger.held) == HELD_MESSAGES:
+            self._drop(1)
         if not stranger.turned_away:
             stranger.held.append(message)
         now = self._clock()
         if now - stranger.asked_at > ASK_SECONDS:
             stranger.asked_at = now
             self._send(address, HelloRequest())
+
+    def _drop(self, messages: int) -> None:
+        """Count messages of peers that have not said who they are, or may not be who they say."""
+        if messages:
+            self._counters["messages_unclaimed"] += messages
+            text = "messages of a peer without a name of its own are dropped"
+            self._once.warn("messages_unclaimed", text, "messages_unclaimed")
 
     def _greet(self, address: bytes, hello: Hello) -> None:
         key = f"{hello.server_id}/{hello.dp_rank}"
@@ -267,7 +278,9 @@ class Service:
     def _turn_away(self, session: Session, address: bytes, hello: Hello, now: float) -> None:
         """Keep a second server of one name waiting; it is an error once the first is sure to be alive still."""
         stranger = self._strangers.setdefault(address, Stranger())
+        session.counters["rivals_turned_away"] += 1
         stranger.turned_away = True
+        self._drop(len(stranger.held))
         stranger.held.clear()
         known = session.conflict(now)
         if session.rival != hello.instance or now - session.rival_heard_at > RIVAL_SECONDS:
@@ -284,6 +297,9 @@ class Service:
             session.repush_seconds = REPUSH_SECONDS
         elif session.plan is not None and now - session.pushed_at > session.repush_seconds:
             session.repush_seconds = min(2 * session.repush_seconds, 60.0)
+            session.counters["tables_resent"] += 1
+            text = f"{session.key}: table {session.epoch} is not in force there, it is sent again"
+            self._once.warn(f"tables_resent {session.key}", text, "tables_resent")
             self._push(session, session.plan, now)
 
     # -- what goes out --
@@ -528,4 +544,9 @@ class Service:
             changes=self._live.changes(now),
             prior_error=self._priors.error if self._priors is not None else "",
             servers=[session.status(now) for session in self._sessions.values()],
+            counters={
+                **self._counters,
+                "trace_failures": sum(trace.failures for trace in traces),
+                "prior_failures": self._priors.failures if self._priors is not None else 0,
+            },
         )

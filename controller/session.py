@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from controller.config import ServerConfig
+from controller.counters import SERVER_COUNTERS
 from controller.pace import Pace
 from controller.status import ServerStatus
 from controller.switchback import Switchback
@@ -65,6 +66,7 @@ class Session:
         self.seed = secrets.randbits(62)
         self.policy_error = ""
         self.failed = False
+        self.counters = dict.fromkeys(SERVER_COUNTERS, 0)
         self.policy_note = ""
         self.saved_at = float("-inf")
         self.rival = ""
@@ -105,6 +107,7 @@ class Session:
     def fail(self, where: str) -> None:
         """Give this server up, and none of the others: without leases it goes to its fallback."""
         self.failed = True
+        self.counters["policy_failures"] += 1
         self.plan = None
         self.policy_error = (
             f"policy {self.policy.name} failed in {where}, see the controller's log: it decides no more for this "
@@ -158,7 +161,7 @@ class Session:
             records_lost=self.records_lost,
             tokens_per_second=sum(tokens for seconds, tokens, _ in self.recent if seconds) / busy if busy else 0.0,
             share_by_steps={str(k): n / len(self.recent) for k, n in sorted(steps.items())},
-            counters=state.counters if state is not None else {},
+            counters={**(state.counters if state is not None else {}), **self.counters},
             note="; ".join(
                 filter(
                     None,

@@ -66,7 +66,7 @@ class ServerStatus(msgspec.Struct, frozen=True):
     share_by_steps: dict[str, float]
     """Of the newest 512 decode steps."""
     counters: dict[str, int]
-    """The hooks' own counters, see docs/operations.md."""
+    """The hooks' own and those the controller keeps of this server, see docs/operations.md."""
     note: str
     """What an operator should look at; empty if nothing."""
     switchback: SwitchbackStatus | None = None
@@ -94,6 +94,8 @@ class ControllerStatus(msgspec.Struct, frozen=True):
     prior_error: str
     """Why what was learned could not be kept on disk; empty while it can."""
     servers: list[ServerStatus]
+    counters: dict[str, int] = {}
+    """Of the controller, whatever server they concern, see docs/operations.md."""
 
 
 def fetch_status(endpoint: str, timeout: float = 2.0) -> ControllerStatus:
@@ -174,6 +176,8 @@ def print_status(status: ControllerStatus, console: Console) -> None:
         console.print(f"[red]{error}[/]")
     if status.refused_messages:
         console.print(f"[yellow]{status.refused_messages} messages were refused, see the log[/]")
+    if counters := _not_zero(status.counters):
+        console.print(f"counters {counters}")
     if not status.servers:
         console.print("no server has connected yet: set SPECPILOT_ENDPOINT to the address above in its environment")
     for server in status.servers:
@@ -202,12 +206,16 @@ def _print_server(server: ServerStatus, console: Console) -> None:
         grid.add_row("gain", server.switchback.text)
     lost = f", [red]{server.records_lost:,} lost[/]" if server.records_lost else ""
     grid.add_row("records", f"{server.records:,}{lost}")
-    bad = {name: n for name, n in server.counters.items() if n and name != "tables_received"}
-    if bad:
-        grid.add_row("counters", ", ".join(f"{name} {n:,}" for name, n in bad.items()))
+    if counters := _not_zero(server.counters):
+        grid.add_row("counters", counters)
     if server.note:
         grid.add_row("[red]note[/]", f"[red]{server.note}[/]")
     console.print(grid)
+
+
+def _not_zero(counters: dict[str, int]) -> str:
+    """Return the counters that tell of something, without the one that counts what is usual."""
+    return ", ".join(f"{name} {n:,}" for name, n in counters.items() if n and name != "tables_received")
 
 
 def _who(server: ServerStatus) -> str:

@@ -145,6 +145,7 @@ class TraceWriter:
         self._configuration: Configuration | None = None
         self.written_records = 0
         self.lost_records = 0
+        self.failures = 0
         self.last_error = ""
         self._pending: list[StepRecord] = []
         self._now = self._flushed_at = self._retry_at = float("-inf")
@@ -320,6 +321,7 @@ class TraceWriter:
                     self._size = 0
             with contextlib.suppress(OSError):
                 self._close_segment()
+        self.failures += 1
         self._retry_at = self._now + RETRY_SECONDS
         cause = error.strerror or str(error)
         self.last_error = (

@@ -76,6 +76,7 @@ class Agent:
         self._link: Link | None = None
         self._queue = RecordQueue(settings.queue_records)
         self.failures = 0
+        self.skips_as_verify = 0
 
     def start(
         self,
@@ -142,6 +143,10 @@ class Agent:
                 self.recorder.launched(batch, decode)
             except Exception:
                 self._failed("recording a launch")
+
+    def skipped_by_verify(self) -> None:
+        """A step with K=0 goes SGLang's own way."""
+        self.skips_as_verify += 1
 
     def retracted(self, requests: int) -> None:
         """After requests were put back into the queue for want of KV cache."""
@@ -229,6 +234,10 @@ class Agent:
                 "steps_mismatched": recorder.steps_mismatched if recorder is not None else 0,
                 "rows_quarantined": recorder.rows_quarantined if recorder is not None else 0,
                 "lease_expiries": policy.lease_expiries,
+                "fallbacks": policy.fallbacks,
+                "rank_mismatches": self.confirmation.mismatches,
+                "steps_capped": policy.steps_capped,
+                "skips_as_verify": self.skips_as_verify,
                 "hook_failures": self.failures,
             },
             halt_reason=policy.halt_reason,

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import zmq
 
+from sglang_hooks.counters import Announcer
 from sglang_hooks.table_policy import CompiledTable, TableError
 from sglang_hooks.wire import (
     MAX_MESSAGE_BYTES,
@@ -137,9 +138,12 @@ class Link(threading.Thread):
         self.counters = {
             "tables_received": 0,
             "tables_refused": 0,
+            "tables_replayed": 0,
             "messages_refused": 0,
             "leases_ignored": 0,
+            "link_rebuilds": 0,
         }
+        self._announcer = Announcer()
 
     def stop(self, timeout: float = 2.0) -> None:
         """Send what is queued, as far as the controller takes it at once, and end the thread."""
@@ -161,6 +165,7 @@ class Link(threading.Thread):
                     socket.connect(self._endpoint)
                     if self._serve(socket):
                         return
+                    self.counters["link_rebuilds"] += 1
         except Exception:
             # Nothing here may reach the server; without this thread the lease runs out by itself.
             logger.exception("specpilot: the link to %s has ended, the server goes on without it", self._endpoint)
@@ -197,6 +202,7 @@ class Link(threading.Thread):
                 greeted = sent = self._send(socket, encode(self._hello()))
                 next_hello = now + STATE_SECONDS if greeted else now
             state = self._state()
+            self._announcer.look(state.counters)
             said = (state.source, state.epoch, state.confirmed_epoch)
             if greeted and (now >= next_state or said != last_said or stopping):
                 sent = self._send(socket, encode(state))
@@ -253,7 +259,7 @@ class Link(threading.Thread):
     def _take_table(self, table: DecisionTable) -> None:
         self.counters["tables_received"] += 1
         if table.epoch <= self._newest_epoch:
-            self._refuse("tables_refused", f"table of epoch {table.epoch} is not newer than {self._newest_epoch}")
+            self._refuse("tables_replayed", f"table of epoch {table.epoch} is not newer than {self._newest_epoch}")
             return
         try:
             compiled = CompiledTable.compile(table, self._candidates)

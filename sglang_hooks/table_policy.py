@@ -217,7 +217,7 @@ class TablePolicy:
         self.applied_steps = fallback
         self.decision_hash = 0
         self.completed_at = 0.0
-        self.lease_expiries = 0
+        self.lease_expiries = self.fallbacks = self.steps_capped = 0
         self._launches: deque[Launch] = deque(maxlen=_STASH)
 
     # -- what SGLang's AdaptiveController calls --
@@ -261,6 +261,8 @@ class TablePolicy:
         table = self.table
         fallback = self._capped(self.fallback_steps, batch_size)
         if table is None or self.source == DecisionSource.HALTED:
+            if fallback != self.fallback_steps:
+                self.steps_capped += 1
             return Launch(self.forward_iter, fallback, fallback, fallback, self.source, 0, -1, 1.0, -1)
         choice = table.choose(
             batch_size,
@@ -276,6 +278,8 @@ class TablePolicy:
             self.held_steps = choice.held
             self._steps_since_switch = 0
         proposed = self._capped(choice.steps, batch_size)
+        if proposed != choice.steps:
+            self.steps_capped += 1
         # Where the cap changed the draw, the choice was certain, not the draw's.
         probability = choice.probability if proposed == choice.steps else 1.0
         block = choice.block if proposed == choice.steps else -1
@@ -320,6 +324,7 @@ class TablePolicy:
             self.lease_expiries += 1
         self.source = source
         if source == DecisionSource.FALLBACK:
+            self.fallbacks += 1
             self.table = None
             self.held_steps = self.fallback_steps
 

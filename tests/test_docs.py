@@ -17,10 +17,12 @@ from rich.console import Console
 
 from controller.cli import _parser
 from controller.config import Config, load_config
+from controller.counters import CONTROLLER_COUNTERS, SERVER_COUNTERS
 from controller.status import ControllerStatus, ServerStatus, print_status
 from controller.switchback import SwitchbackStatus
 from controller.trace import SCHEMA
 from sglang_hooks.agent import Agent, ServerFacts
+from sglang_hooks.counters import COUNTERS
 from sglang_hooks.settings import OPTIONS, Settings
 from sglang_hooks.table_policy import TablePolicy
 from sglang_hooks.wire import Message
@@ -129,7 +131,16 @@ def test_counters(tmp_path: Path) -> None:
     agent.start(ServerFacts(server_id="s"))
     counters = agent.state().counters
     agent.stop()
-    assert [code(row[0]) for row in rows(section("operations.md", "Counters"))] == list(counters)
+    assert sorted(counters) == sorted(COUNTERS)
+    server, controller, trouble = (
+        [code(row[0]) for row in rows(section("operations.md", heading))]
+        for heading in ("Kept by the server", "Kept by the controller", "Other signs of trouble")
+    )
+    assert server == list(COUNTERS)
+    assert controller == [*SERVER_COUNTERS, *CONTROLLER_COUNTERS]
+    fields = {*ControllerStatus.__struct_fields__, *ServerStatus.__struct_fields__}
+    assert {field for field in trouble if field not in fields} == set()
+    assert {field for field in fields if re.search("lost|error|refused|note", field)} <= set(trouble)
 
 
 def test_status_lines_and_fields() -> None:

@@ -277,7 +277,7 @@ def test_bad_messages_are_counted_and_hurt_nobody(make: Make, agents: Agents) ->
     until(lambda: in_command(agent))
     version = bytes((WIRE_VERSION,))
     frames = [b"", version, b"\xff", os.urandom(200), b"\x07" + encode(hello())[1:], encode(hello())[:-1]]
-    frames.append(version + b"\x92\xa5steps\x01")
+    frames += 101 * [version + b"\x92\xa5steps\x01"]
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 1000)
         stranger.connect(controller.endpoint)
@@ -290,7 +290,7 @@ def test_bad_messages_are_counted_and_hurt_nobody(make: Make, agents: Agents) ->
     agent._queue.put(record())
     until(lambda: controller.server().records == 1)
     assert in_command(agent)
-    assert controller.log().count("was refused") == 1  # said once, then counted
+    assert 1 < controller.log().count("was refused") <= 8  # each cause said once, then counted
 
 
 def test_a_hello_that_no_policy_could_take_is_refused(make: Make) -> None:

@@ -48,8 +48,17 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--endpoint", default="", help="of the controller (default: $SPECPILOT_ENDPOINT, or its default)"
     )
+    command.add_argument("--client-key", default="", help="key pair for tcp:// (default: $SPECPILOT_CLIENT_KEY)")
+    command.add_argument(
+        "--controller-key", default="", help="the controller's public key (default: $SPECPILOT_CONTROLLER_KEY)"
+    )
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.set_defaults(run=_status)
+
+    command = commands.add_parser("keygen", help="CURVE keys for a controller on tcp://, and what to set where")
+    command.add_argument("folder", type=Path, metavar="DIR", help="for the key files, new or of an earlier keygen")
+    command.add_argument("--client", default="client", metavar="NAME", help="whose pair is made (default: client)")
+    command.set_defaults(run=_keygen)
 
     trace = commands.add_parser("trace", help="look into trace logs").add_subparsers(required=True, metavar="WHAT")
     command = trace.add_parser("info", help="what a trace holds, what it lost, and whether it is whole")
@@ -148,10 +157,15 @@ def _status(options: argparse.Namespace, console: Console) -> int:
     import msgspec
 
     from controller.status import StatusError, fetch_status, print_status
+    from sglang_hooks.connection import KeyFiles
 
+    keys = KeyFiles(
+        options.client_key or os.environ.get("SPECPILOT_CLIENT_KEY", ""),
+        options.controller_key or os.environ.get("SPECPILOT_CONTROLLER_KEY", ""),
+    )
     endpoint = options.endpoint or os.environ.get("SPECPILOT_ENDPOINT") or default_endpoint()
     try:
-        status = fetch_status(endpoint)
+        status = fetch_status(endpoint, keys=keys)
     except StatusError as error:
         sys.stderr.write(f"specpilot: {error}\n")
         return FAILED
@@ -159,6 +173,13 @@ def _status(options: argparse.Namespace, console: Console) -> int:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(status)).decode() + "\n")
     else:
         print_status(status, console)
+    return 0
+
+
+def _keygen(options: argparse.Namespace, console: Console) -> int:  # noqa: ARG001
+    from controller.keys import describe_keys, make_keys
+
+    sys.stdout.write(describe_keys(make_keys(options.folder, options.client), options.client))
     return 0
 
 

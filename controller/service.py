@@ -63,7 +63,9 @@ HELD_MESSAGES = 64
 RIVAL_SECONDS = 10.0
 """A second server of one name that was not heard for this long is no news any more."""
 MESSAGES_PER_TURN = 1000
-"""Handled before leases are looked at again: a flood from one server must not let another's run out."""
+TURN_SECONDS = 0.1
+"""Handled before leases are looked at again, and for how long: a flood from one server must not let another's run
+out. Among peers ZMQ takes turns."""
 
 
 class Stranger:
@@ -227,7 +229,8 @@ class Service:
         # What the policy needs and cannot be read is an error now, not when the first server connects.
         config.policy.build(None)
         self._trace_directory = Path(config.trace.directory) if config.trace.directory else None
-        self._endpoint = Endpoint(config.controller.endpoint or default_endpoint())
+        own = config.controller
+        self._endpoint = Endpoint(own.endpoint or default_endpoint(), own.key, own.authorized_keys)
         if self._trace_directory is not None:
             try:
                 check_directory(self._trace_directory)
@@ -272,7 +275,10 @@ class Service:
     def turn(self) -> None:
         """One round: wait at most POLL_SECONDS for messages, then do what time demands."""
         if self._endpoint.socket.poll(int(POLL_SECONDS * 1000)):
+            begun = self._clock()
             for _ in range(MESSAGES_PER_TURN):
+                if self._clock() - begun > TURN_SECONDS:
+                    break
                 try:
                     frames = self._endpoint.socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
@@ -283,6 +289,7 @@ class Service:
     def _tend(self) -> None:
         """Do what time demands."""
         now = self._clock()
+        self._endpoint.tend(now)
         for session in list(self._sessions.values()):
             turning = session.switchback is not None and session.switchback.due(now)
             if session.pace.due(now, session.policy.urgent) or turning:
@@ -533,6 +540,7 @@ class Service:
             trace_bytes=max((trace.bytes_on_disk for trace in traces), default=0),
             trace_error="; ".join(trace.last_error for trace in traces if trace.last_error),
             refused_messages=self._refused,
+            handshakes_failed=self._endpoint.handshakes_failed,
             prior_error=self._priors.error if self._priors is not None else "",
             servers=[session.status(now) for session in self._sessions.values()],
         )

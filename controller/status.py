@@ -10,9 +10,18 @@ import zmq
 from rich.console import Console
 from rich.table import Table
 
-from controller.endpoint import socket_path
 from controller.switchback import SwitchbackStatus
+from sglang_hooks.connection import (
+    EndpointError,
+    KeyFiles,
+    Watch,
+    check_endpoint,
+    connect,
+    is_tcp,
+    socket_path,
+)
 from sglang_hooks.wire import (
+    MAX_REPORT_BYTES,
     DecisionSource,
     DecisionTable,
     FrameDecoder,
@@ -21,6 +30,8 @@ from sglang_hooks.wire import (
     WireError,
     encode,
 )
+
+NO_KEYS = KeyFiles()
 
 
 class StatusError(RuntimeError):
@@ -81,28 +92,36 @@ class ControllerStatus(msgspec.Struct, frozen=True):
     trace_bytes: int
     trace_error: str
     refused_messages: int
+    handshakes_failed: int
+    """Connections refused for want of the right key, or that were none of specpilot's."""
     prior_error: str
     """Why what was learned could not be kept on disk; empty while it can."""
     servers: list[ServerStatus]
 
 
-def fetch_status(endpoint: str, timeout: float = 2.0) -> ControllerStatus:
+def fetch_status(endpoint: str, timeout: float = 2.0, keys: KeyFiles = NO_KEYS) -> ControllerStatus:
     """Ask the controller at ``endpoint``; raise StatusError if none answers within ``timeout`` seconds."""
-    path = socket_path(endpoint)
-    if not path.exists():
-        raise StatusError(f"no controller at {endpoint}: start `specpilot controller`, or name its --endpoint")
     context = zmq.Context()
     try:
-        with context.socket(zmq.DEALER) as socket:
+        check_endpoint(endpoint)
+        if not is_tcp(endpoint) and not socket_path(endpoint).exists():
+            raise StatusError(f"no controller at {endpoint}: start `specpilot controller`, or name its --endpoint")
+        with context.socket(zmq.DEALER) as socket, Watch(socket) as watch:
             socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(endpoint)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPORT_BYTES)
+            connect(socket, endpoint, keys)
             socket.send(encode(StatusRequest()))
             deadline = time.monotonic() + timeout
-            while socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
-                message = FrameDecoder(StatusReport).decode(socket.recv())
-                assert isinstance(message, StatusReport)
-                return msgspec.json.decode(message.report, type=ControllerStatus)
-    except (WireError, msgspec.DecodeError) as error:
+            while (left := deadline - time.monotonic()) > 0:
+                if socket.poll(int(1000 * min(left, 0.1))):
+                    message = FrameDecoder(StatusReport, MAX_REPORT_BYTES).decode(socket.recv())
+                    assert isinstance(message, StatusReport)
+                    return msgspec.json.decode(message.report, type=ControllerStatus)
+                for failure in watch.failures():
+                    raise StatusError(f"no answer from {endpoint}: {failure.seen_by_client(endpoint)}")
+    except (EndpointError, OSError) as error:
+        raise StatusError(f"{endpoint} cannot be asked: {error}") from error
+    except (WireError, msgspec.DecodeError, RecursionError) as error:
         raise StatusError(f"the controller at {endpoint} speaks another language: {error}") from error
     finally:
         context.destroy(linger=0)
@@ -153,6 +172,8 @@ def print_status(status: ControllerStatus, console: Console) -> None:
         console.print(f"[red]{error}[/]")
     if status.refused_messages:
         console.print(f"[yellow]{status.refused_messages} messages were refused, see the log[/]")
+    if status.handshakes_failed:
+        console.print(f"[yellow]{status.handshakes_failed} connections were refused, see the log[/]")
     if not status.servers:
         console.print("no server has connected yet: set SPECPILOT_ENDPOINT to the address above in its environment")
     for server in status.servers:

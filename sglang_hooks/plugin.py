@@ -47,6 +47,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_hooks.agent import Agent, ServerFacts, default_server_id
 from sglang_hooks.broadcast import PolicyUpdate
+from sglang_hooks.connection import EndpointError
 from sglang_hooks.settings import Settings, SettingsError
 from sglang_hooks.skip import (
     DecodeSkip,
@@ -428,11 +429,14 @@ def _after_init_request_dispatcher(result: Any, scheduler: Any) -> None:  # noqa
     agent = _agent()
     scheduler._request_dispatcher += TypeBasedDispatcher([(PolicyUpdate, agent.apply)])
     ranks = getattr(scheduler, "ps", None) or get_parallel()
-    agent.start(
-        _server_facts(scheduler, ranks, agent.settings),
-        load=lambda: _load(scheduler),
-        all_gather=scheduler.tp_group.all_gather_object if ranks.tp_size > 1 else lambda value: [value],
-    )
+    try:
+        agent.start(
+            _server_facts(scheduler, ranks, agent.settings),
+            load=lambda: _load(scheduler),
+            all_gather=scheduler.tp_group.all_gather_object if ranks.tp_size > 1 else lambda value: [value],
+        )
+    except EndpointError as error:
+        _refuse(str(error))
     logger.info(
         "specpilot: in place on rank %d (%s, candidate steps %s, %s)",
         ranks.tp_rank,

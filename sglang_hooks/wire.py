@@ -19,8 +19,10 @@ from typing import Annotated
 import msgspec
 
 WIRE_VERSION = 1
-MAX_MESSAGE_BYTES = 4 << 20
-"""A StepBatch of 256 records at batch size 1024 is about 0.6 MB; a table a few kB."""
+MAX_MESSAGE_BYTES = 1 << 20
+"""A StepBatch of 32 records at batch size 4096 is about 0.4 MB; a table a few kB."""
+MAX_REPORT_BYTES = 16 << 20
+"""Of a StatusReport, which only an operator's client reads: some 10 kB a server."""
 
 MASKED = -1
 """In ``StepRecord.accepted_drafts``: a row whose request had already finished or was retracted, or whose draft
@@ -245,13 +247,14 @@ class FrameDecoder:
     sglang_hooks.wire.WireError: wire version 120, this side speaks 1: run the same specpilot on both
     """
 
-    def __init__(self, expected: object) -> None:
+    def __init__(self, expected: object, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(expected)
 
     def decode(self, frame: bytes | memoryview) -> object:
         """Return the message in ``frame``; raise WireError for anything else."""
-        if len(frame) > MAX_MESSAGE_BYTES:
-            raise WireError(f"message of {len(frame)} bytes, the limit is {MAX_MESSAGE_BYTES}")
+        if len(frame) > self._max_bytes:
+            raise WireError(f"message of {len(frame)} bytes, the limit is {self._max_bytes}")
         if len(frame) < 2:
             raise WireError("empty message" if not frame else _version_text(frame[0]) or "truncated message")
         if frame[0] != WIRE_VERSION:

@@ -57,9 +57,12 @@ FORGET_SECONDS = 86_400.0
 REPUSH_SECONDS = 2.0
 """A table not in force by then is sent again, then at twice the time, up to a minute."""
 ASK_SECONDS = 1.0
-STRANGERS = 256
+STRANGERS = 64
 HELD_MESSAGES = 64
+HELD_BYTES = 1 << 20
 """Of each peer that has not said yet who it is: sent before our question reached it."""
+SERVERS = 256
+"""A peer that keeps inventing names must not fill the memory with policies."""
 RIVAL_SECONDS = 10.0
 """A second server of one name that was not heard for this long is no news any more."""
 MESSAGES_PER_TURN = 1000
@@ -74,7 +77,21 @@ class Stranger:
     def __init__(self) -> None:
         self.asked_at = float("-inf")
         self.turned_away = False
-        self.held: deque[StepBatch | HookState] = deque(maxlen=HELD_MESSAGES)
+        self.held: deque[tuple[int, StepBatch | HookState]] = deque()
+        self.held_bytes = 0
+
+    def hold(self, size: int, message: StepBatch | HookState) -> None:
+        """Keep a message that came as ``size`` bytes; the oldest give way."""
+        self.held.append((size, message))
+        self.held_bytes += size
+        while self.held_bytes > HELD_BYTES or len(self.held) > HELD_MESSAGES:
+            self.held_bytes -= self.held.popleft()[0]
+
+    def turn_away(self) -> None:
+        """Keep nothing of a peer whose name another one holds."""
+        self.turned_away = True
+        self.held.clear()
+        self.held_bytes = 0
 
 
 class Session:
@@ -311,10 +328,7 @@ class Service:
                 raise WireError(f"{len(frames) - 1} frames instead of 1")
             message = self._decoder.decode(frames[1])
         except WireError as error:
-            self._refused += 1
-            if self._refused == 1 or self._refused % 1000 == 0:
-                who = self._by_address[address].key if address in self._by_address else "an unknown peer"
-                logger.warning("a message of %s was refused: %s (%d so far)", who, error, self._refused)
+            self._refuse(address, str(error))
             return
         if isinstance(message, StatusRequest):
             report = msgspec.json.encode(self.status())
@@ -326,7 +340,7 @@ class Service:
         assert isinstance(message, StepBatch | HookState)
         session = self._by_address.get(address)
         if session is None:
-            self._ask(address, message)
+            self._ask(address, message, len(frames[1]))
             return
         session.heard_at = self._clock()
         if isinstance(message, StepBatch):
@@ -334,13 +348,19 @@ class Service:
         else:
             self._compare(session, message)
 
-    def _ask(self, address: bytes, message: StepBatch | HookState) -> None:
+    def _refuse(self, address: bytes, why: str) -> None:
+        self._refused += 1
+        if self._refused == 1 or self._refused % 1000 == 0:
+            who = self._by_address[address].key if address in self._by_address else "an unknown peer"
+            logger.warning("a message of %s was refused: %s (%d so far)", who, why, self._refused)
+
+    def _ask(self, address: bytes, message: StepBatch | HookState, size: int) -> None:
         """Ask a peer who it is, and keep what it sent until it has answered."""
         stranger = self._strangers.setdefault(address, Stranger())
         if len(self._strangers) > STRANGERS:
             del self._strangers[next(iter(self._strangers))]
         if not stranger.turned_away:
-            stranger.held.append(message)
+            stranger.hold(size, message)
         now = self._clock()
         if now - stranger.asked_at > ASK_SECONDS:
             stranger.asked_at = now
@@ -350,6 +370,9 @@ class Service:
         key = f"{hello.server_id}/{hello.dp_rank}"
         now = self._clock()
         session = self._sessions.get(key)
+        if session is None and len(self._sessions) >= SERVERS:
+            self._refuse(address, f"{key} is one server too many, a controller serves {SERVERS}")
+            return
         if session is None:
             trace = None
             if self._trace_directory is not None:
@@ -384,7 +407,7 @@ class Service:
         if changed:
             self._set_up_switchback(session, hello, now)
         session.hello = hello
-        for message in self._strangers.pop(address, Stranger()).held:
+        for _, message in self._strangers.pop(address, Stranger()).held:
             if isinstance(message, StepBatch):
                 session.learn(message)
         if changed or hello.epoch > session.epoch:
@@ -397,8 +420,7 @@ class Service:
     def _turn_away(self, session: Session, address: bytes, hello: Hello, now: float) -> None:
         """Keep a second server of one name waiting; it is an error once the first is sure to be alive still."""
         stranger = self._strangers.setdefault(address, Stranger())
-        stranger.turned_away = True
-        stranger.held.clear()
+        stranger.turn_away()
         known = session.conflict(now)
         if session.rival != hello.instance or now - session.rival_heard_at > RIVAL_SECONDS:
             session.rival, session.rival_since = hello.instance, now

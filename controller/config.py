@@ -176,7 +176,7 @@ def load_config(path: Path | None) -> Config:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
     try:
         return msgspec.toml.decode(text, type=Config)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
 

@@ -356,15 +356,19 @@ class Service:
 
     def _ask(self, address: bytes, message: StepBatch | HookState, size: int) -> None:
         """Ask a peer who it is, and keep what it sent until it has answered."""
-        stranger = self._strangers.setdefault(address, Stranger())
-        if len(self._strangers) > STRANGERS:
-            del self._strangers[next(iter(self._strangers))]
+        stranger = self._stranger(address)
         if not stranger.turned_away:
             stranger.hold(size, message)
         now = self._clock()
         if now - stranger.asked_at > ASK_SECONDS:
             stranger.asked_at = now
             self._send(address, HelloRequest())
+
+    def _stranger(self, address: bytes) -> Stranger:
+        stranger = self._strangers.setdefault(address, Stranger())
+        if len(self._strangers) > STRANGERS:
+            del self._strangers[next(iter(self._strangers))]
+        return stranger
 
     def _greet(self, address: bytes, hello: Hello) -> None:
         key = f"{hello.server_id}/{hello.dp_rank}"
@@ -419,7 +423,7 @@ class Service:
 
     def _turn_away(self, session: Session, address: bytes, hello: Hello, now: float) -> None:
         """Keep a second server of one name waiting; it is an error once the first is sure to be alive still."""
-        stranger = self._strangers.setdefault(address, Stranger())
+        stranger = self._stranger(address)
         stranger.turn_away()
         known = session.conflict(now)
         if session.rival != hello.instance or now - session.rival_heard_at > RIVAL_SECONDS:

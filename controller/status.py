@@ -99,6 +99,16 @@ class ControllerStatus(msgspec.Struct, frozen=True):
     servers: list[ServerStatus]
 
 
+def read_report(frame: bytes) -> ControllerStatus:
+    """Return what a StatusReport holds; raise WireError if it is none of this version."""
+    message = FrameDecoder(StatusReport, MAX_REPORT_BYTES).decode(frame)
+    assert isinstance(message, StatusReport)
+    try:
+        return msgspec.json.decode(message.report, type=ControllerStatus)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"malformed report: {error}") from error
+
+
 def fetch_status(endpoint: str, timeout: float = 2.0, keys: KeyFiles = NO_KEYS) -> ControllerStatus:
     """Ask the controller at ``endpoint``; raise StatusError if none answers within ``timeout`` seconds."""
     context = zmq.Context()
@@ -114,14 +124,12 @@ def fetch_status(endpoint: str, timeout: float = 2.0, keys: KeyFiles = NO_KEYS) 
             deadline = time.monotonic() + timeout
             while (left := deadline - time.monotonic()) > 0:
                 if socket.poll(int(1000 * min(left, 0.1))):
-                    message = FrameDecoder(StatusReport, MAX_REPORT_BYTES).decode(socket.recv())
-                    assert isinstance(message, StatusReport)
-                    return msgspec.json.decode(message.report, type=ControllerStatus)
+                    return read_report(socket.recv())
                 for failure in watch.failures():
                     raise StatusError(f"no answer from {endpoint}: {failure.seen_by_client(endpoint)}")
     except (EndpointError, OSError) as error:
         raise StatusError(f"{endpoint} cannot be asked: {error}") from error
-    except (WireError, msgspec.DecodeError, RecursionError) as error:
+    except WireError as error:
         raise StatusError(f"the controller at {endpoint} speaks another language: {error}") from error
     finally:
         context.destroy(linger=0)

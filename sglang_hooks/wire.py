@@ -32,10 +32,12 @@ had holes in its context after a long skip."""
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Steps = Annotated[int, msgspec.Meta(ge=0, le=4096)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
-Name = Annotated[str, msgspec.Meta(max_length=1024)]
+_PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$"
+Name = Annotated[str, msgspec.Meta(max_length=1024, pattern=_PRINTABLE)]
 """What a reader takes for sane: a message with anything else in it is refused as a whole.
 
-Lists are bounded too: an empty list takes one byte in a frame and sixty in memory."""
+Names are shown to operators, so they hold no control characters. Lists are bounded too: an
+empty one takes one byte in a frame and sixty in memory."""
 
 MAX_RECORDS = 256
 MAX_ROWS = 4096
@@ -76,7 +78,7 @@ class DecisionSource(enum.IntEnum):
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """What a server is and can do; sent at connect, and again until the controller answers."""
 
-    server_id: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+    server_id: Annotated[str, msgspec.Meta(min_length=1, max_length=255, pattern=_PRINTABLE)]
     instance: Name
     """Changes with every process: two live servers with one id are told apart by it."""
     model: Name
@@ -276,7 +278,9 @@ class FrameDecoder:
         try:
             return self._decoder.decode(memoryview(frame)[1:])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise WireError(f"malformed message: {error}") from error
+            # The text quotes what was received, and ends in a log.
+            text = "".join(c if c.isprintable() else "?" for c in str(error)[:200])
+            raise WireError(f"malformed message: {text}") from error
 
 
 def _version_text(version: int) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import zmq
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from controller.switchback import SwitchbackStatus
@@ -166,8 +168,18 @@ def _ranges(edges: Sequence[int], first: int) -> list[str]:
     return [*names, f"{low}+" if edges else "any"]
 
 
+def _escaped(value: Any) -> Any:
+    """Return builtins whose texts rich prints as they are: a server's name may hold brackets."""
+    if isinstance(value, str):
+        return escape(value)
+    if isinstance(value, dict):
+        return {_escaped(key): _escaped(inner) for key, inner in value.items()}
+    return [_escaped(inner) for inner in value] if isinstance(value, list) else value
+
+
 def print_status(status: ControllerStatus, console: Console) -> None:
     """Write the report for a person."""
+    status = msgspec.convert(_escaped(msgspec.to_builtins(status, str_keys=True)), ControllerStatus, strict=False)
     console.print(
         f"[bold]specpilot {status.version}[/] pid {status.pid}, up {_age(status.uptime_seconds)}, "
         f"policy [bold]{status.policy}[/], {status.endpoint}"

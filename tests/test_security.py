@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import socket
 import subprocess
@@ -10,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import zmq
 
 from controller.config import Config, ConfigError, ControllerConfig, TraceConfig, load_config
 from controller.endpoint import Endpoint
 from controller.keys import Made, make_keys
-from controller.service import Service
+from controller.service import SERVERS, STRANGERS, Service
 from controller.status import StatusError, fetch_status
 from sglang_hooks import connection
 from sglang_hooks import link as link_module
@@ -24,7 +26,14 @@ from sglang_hooks.agent import Agent, ServerFacts
 from sglang_hooks.connection import EndpointError, KeyFiles, check_endpoint, read_key_pair, read_public_key
 from sglang_hooks.settings import Settings, SettingsError
 from sglang_hooks.table_policy import TablePolicy
-from sglang_hooks.wire import DecisionSource, StatusRequest, StepBatch, encode
+from sglang_hooks.wire import (
+    MAX_MESSAGE_BYTES,
+    DecisionSource,
+    HookState,
+    StatusRequest,
+    StepBatch,
+    encode,
+)
 from tests.messages import hello, record
 
 ROOT = Path(__file__).parents[1]
@@ -477,3 +486,114 @@ def test_what_is_no_socket_is_not_removed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"c\.ipc\.lock cannot be opened"):
         Endpoint(f"ipc://{tmp_path}/c.ipc")
     assert precious.read_text() == "x"
+
+
+# -- floods --
+
+
+@pytest.mark.parametrize("over", ["ipc", "tcp"])
+def test_a_flood_from_one_peer_starves_nobody_and_fills_no_memory(over: str, rig: Rig) -> None:
+    """It sends the largest messages there are, as fast as they go; another server's lease stays good throughout."""
+    if over == "ipc":
+        rig.end_controller()
+        rig.endpoint = f"ipc://{rig.folder}/c.ipc"
+        own = ControllerConfig(endpoint=rig.endpoint, lease_seconds=1.0)
+        rig.service = Service(Config(controller=own, trace=TraceConfig(directory="")))
+    good = rig.agent(rig.keys if over == "tcp" else KeyFiles())
+    rig.turn_until(lambda: in_command(good))
+    largest = encode(StepBatch([record(accepted_drafts=[3] * 4000, batch_size=4000)] * 200, 0))
+    assert len(largest) > 0.7 * MAX_MESSAGE_BYTES
+    process = psutil.Process()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as flooder:
+        flooder.linger = 0
+        flooder.sndhwm = 64
+        if over == "tcp":
+            flooder.curve_publickey, flooder.curve_secretkey = read_key_pair(rig.other("flooder").client)
+            flooder.curve_serverkey = read_public_key(rig.made.controller_public)
+            rig.turn_until(lambda: "flooder" in rig.service._endpoint._allowed.values())
+        flooder.connect(rig.endpoint)
+        flooder.send(encode(hello(server_id="flooder")))
+        rig.turn_until(lambda: len(rig.servers()) == 2)
+        sent, before, seen = 0, process.memory_info().rss, 0
+        until_then = time.monotonic() + 4
+        while time.monotonic() < until_then:
+            try:
+                for _ in range(64):
+                    flooder.send(largest, zmq.NOBLOCK)
+                    sent += 1
+            except zmq.Again:
+                pass
+            good._queue.put(record(record_seq=seen))
+            seen += 1
+            rig.service.turn()
+            in_command(good)
+        assert sent > 100
+        assert process.memory_info().rss - before < 512 << 20
+    assert good.policy.lease_expiries == 0
+    rig.turn_until(lambda: next(s.records for s in rig.service.status().servers if s.server == "s/0") == seen)
+
+
+def test_invented_names_and_silent_peers_are_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = ControllerConfig(endpoint=f"ipc://{tmp_path}/c.ipc")
+    service = Service(Config(controller=own, trace=TraceConfig(directory="")))
+    big = encode(StepBatch([record(accepted_drafts=[3] * 4000)] * 100, 0))
+    state = HookState("i", DecisionSource.TABLE, 1, 1, 1, 3, 1, {}, "")
+    for peer in range(SERVERS + 50):
+        address = peer.to_bytes(4, "big")
+        for frame in (big, big, big, *[encode(state)] * 100):
+            service._receive([b"x" + address, frame])
+        service._receive([address, encode(hello(server_id=f"s{peer}"))])
+        service._receive([b"y" + address, encode(hello(server_id="s0", instance=f"rival {peer}"))])
+    assert len(service._sessions) == SERVERS
+    assert len(service._strangers) <= STRANGERS
+    assert sum(stranger.held_bytes for stranger in service._strangers.values()) <= STRANGERS << 20
+    assert service.status().refused_messages == 50
+    assert said(caplog, "one server too many") == 1
+    service.stop()
+    service.run()
+
+
+def test_a_storm_of_bad_handshakes_leaves_the_controller_as_it_was(rig: Rig) -> None:
+    agent = rig.agent(rig.keys)
+    rig.turn_until(lambda: in_command(agent))
+    process = psutil.Process()
+    descriptors = process.num_fds()
+    host, port = rig.endpoint.removeprefix("tcp://").split(":")
+    for _ in range(40):
+        for _ in range(25):
+            with socket.create_connection((host, int(port))) as probe:
+                probe.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48))
+        rig.service.turn()
+    rig.turn_until(lambda: process.num_fds() <= descriptors + 2)
+    assert rig.service.status().handshakes_failed >= 900
+    assert in_command(agent)
+    assert agent.policy.lease_expiries == 0
+
+
+# -- code --
+
+FORBIDDEN = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
+
+
+def test_nothing_is_unpickled_or_evaluated() -> None:
+    found = []
+    for path in (
+        path for folder in ("controller", "policies", "sglang_hooks") for path in (ROOT / folder).glob("*.py")
+    ):
+        for node in ast.walk(ast.parse(path.read_text())):
+            where = f"{path.name}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = {getattr(node, "module", "") or "", *(alias.name for alias in node.names)}
+                found += [where for name in names if name.split(".")[0] in FORBIDDEN]
+            elif isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                keywords = {word.arg: ast.unparse(word.value) for word in node.keywords}
+                bad = (
+                    called in ("eval", "exec", "compile", "__import__", "yaml.load", "os.system")
+                    or called.endswith((".recv_pyobj", ".send_pyobj"))
+                    or (called == "torch.load" and keywords.get("weights_only") != "True")
+                    or (called == "np.load" and keywords.get("allow_pickle") != "False")
+                    or keywords.get("shell") == "True"
+                )
+                found += [f"{where} {called}"] * bad
+    assert found == []

@@ -130,6 +130,10 @@ class Endpoint:
         for failure in failures:
             if failure.event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._say(f"a connection failed: {failure.seen_by_controller()}")
+        if self._authenticator is not None and not self._authenticator.is_alive():
+            logger.error("the authentication of clients has failed; all connections are made anew")
+            self._shut()
+            self._reopen()
         if self._authorized is not None and now - self._looked_at >= KEYS_SECONDS:
             self._looked_at = now
             self._refresh_keys(self._authorized)

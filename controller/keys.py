@@ -154,6 +154,13 @@ class Authenticator(ThreadAuthenticator):  # type: ignore[misc, unused-ignore]
         self._address = ""
         self.configure_curve_callback(DOMAIN, self)
 
+    def stop(self) -> None:
+        """End the thread, or clear up behind one that has died."""
+        if self.pipe is not None and not self.is_alive():
+            self.pipe.close(linger=0)  # nobody is at its other end: telling it to end would wait for ever
+            self.pipe = None  # type: ignore[assignment]
+        super().stop()
+
     async def handle_zap_message(self, msg: list[bytes]) -> None:
         """Answer one request of libzmq."""
         self._address = msg[3].decode(errors="replace") if len(msg) > 3 else ""

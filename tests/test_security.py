@@ -233,6 +233,20 @@ def test_a_withdrawn_key_ends_the_connection_and_the_others_are_back_at_once(
     assert {s.server: s.records for s in rig.service.status().servers}["withdrawn/0"] == 0
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_authentication_that_dies_lets_nobody_in_and_is_started_anew(
+    rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authenticator = rig.service._endpoint._authenticator
+    assert authenticator is not None
+    monkeypatch.setattr(authenticator, "allowed", None)  # the next question raises
+    agent = rig.agent(rig.keys)
+    until(lambda: not authenticator.is_alive())
+    assert rig.service._endpoint.socket.poll(300) == 0
+    rig.turn_until(lambda: in_command(agent), 20)
+    assert said(caplog, "the authentication of clients has failed") == 1
+
+
 def test_a_server_with_keys_tells_nothing_to_a_controller_without(
     rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -191,8 +192,8 @@ def test_protocols_older_than_curve_are_no_way_in(greeting: bytes, rig: Rig) -> 
     with socket.create_connection((host, int(port))) as old:
         old.sendall(greeting)
         frame = encode(hello(server_id="old"))
-        old.sendall(b"\x00\xff" + len(frame).to_bytes(8, "big") + frame)
-        old.settimeout(0.2)
+        with suppress(ConnectionError):  # it may be cut already
+            old.sendall(b"\x00\xff" + len(frame).to_bytes(8, "big") + frame)
         for _ in range(5):
             rig.service.turn()
     assert rig.servers() == []

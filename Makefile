@@ -6,13 +6,17 @@ DEMO := .venv/demo
 TEST := .venv/test
 WHEELS := .venv/sglang
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test fuzz lint docs bench clean
 
 demo: $(DEMO)/ready
 	$(DEMO)/bin/specpilot demo
 
 test: $(TEST)/ready $(WHEELS)/ready
 	$(TEST)/bin/python -m pytest -q
+
+# New inputs each time, about ten minutes; what it finds becomes an @example.
+fuzz: $(TEST)/ready
+	FUZZ_EXAMPLES=5000 $(TEST)/bin/python -m pytest -q --timeout 0 tests/test_fuzz.py
 
 lint: $(TEST)/ready
 	$(TEST)/bin/ruff check .

@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from controller.config import ConfigError, default_endpoint, load_config
+from sglang_hooks.connection import KeyFiles
 
 FAILED = 1
 USAGE = 2
@@ -46,9 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_controller)
 
     command = commands.add_parser("status", help="what every server does now, and who decided it")
-    command.add_argument(
-        "--endpoint", default="", help="of the controller (default: $SPECPILOT_ENDPOINT, or its default)"
-    )
+    _add_controller(command)
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.set_defaults(run=_status)
 
@@ -57,11 +56,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--server", default="", metavar="NAME", help="only of this one (default: of all)")
     command.add_argument("--for", dest="seconds", type=float, default=0.0, metavar="SECONDS", help="and then undo it")
     command.add_argument("--reset", action="store_true", help="first take back everything that was set")
-    command.add_argument(
-        "--endpoint", default="", help="of the controller (default: $SPECPILOT_ENDPOINT, or its default)"
-    )
+    _add_controller(command)
     command.add_argument("--json", action="store_true", help="print what is in force as JSON")
     command.set_defaults(run=_set)
+
+    command = commands.add_parser("keygen", help="CURVE keys for a controller on tcp://, and what to set where")
+    command.add_argument("folder", type=Path, metavar="DIR", help="for the key files, new or of an earlier keygen")
+    command.add_argument("--client", default="client", metavar="NAME", help="whose pair is made (default: client)")
+    command.set_defaults(run=_keygen)
 
     trace = commands.add_parser("trace", help="look into trace logs").add_subparsers(required=True, metavar="WHAT")
     command = trace.add_parser("info", help="what a trace holds, what it lost, and whether it is whole")
@@ -137,9 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--load", default="", metavar="ARGUMENTS", help="more of the generator's, in one quoted text")
     command.add_argument("--json", type=Path, help="write every run and what comes of them")
     command.add_argument("--png", type=Path, help="write a plot; needs matplotlib")
-    command.add_argument(
-        "--endpoint", default="", help="of the controller (default: $SPECPILOT_ENDPOINT, or its default)"
-    )
+    _add_controller(command)
     command.set_defaults(run=_compare)
 
     command = commands.add_parser("demo", help="a simulated server steered by a real controller, and a picture of it")
@@ -162,6 +162,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_controller(command: argparse.ArgumentParser) -> None:
+    """Where the controller is that a command asks, and with which keys."""
+    command.add_argument(
+        "--endpoint", default="", help="of the controller (default: $SPECPILOT_ENDPOINT, or its default)"
+    )
+    command.add_argument("--client-key", default="", help="key pair for tcp:// (default: $SPECPILOT_CLIENT_KEY)")
+    command.add_argument(
+        "--controller-key", default="", help="the controller's public key (default: $SPECPILOT_CONTROLLER_KEY)"
+    )
+
+
+def _endpoint_and_keys(options: argparse.Namespace) -> tuple[str, KeyFiles]:
+    keys = KeyFiles(
+        options.client_key or os.environ.get("SPECPILOT_CLIENT_KEY", ""),
+        options.controller_key or os.environ.get("SPECPILOT_CONTROLLER_KEY", ""),
+    )
+    return options.endpoint or os.environ.get("SPECPILOT_ENDPOINT") or default_endpoint(), keys
+
+
 def _controller(options: argparse.Namespace, console: Console) -> int:  # noqa: ARG001
     from controller.service import Service
 
@@ -182,9 +201,9 @@ def _status(options: argparse.Namespace, console: Console) -> int:
 
     from controller.status import StatusError, fetch_status, print_status
 
-    endpoint = options.endpoint or os.environ.get("SPECPILOT_ENDPOINT") or default_endpoint()
+    endpoint, keys = _endpoint_and_keys(options)
     try:
-        status = fetch_status(endpoint)
+        status = fetch_status(endpoint, keys=keys)
     except StatusError as error:
         sys.stderr.write(f"specpilot: {error}\n")
         return FAILED
@@ -199,14 +218,21 @@ def _set(options: argparse.Namespace, console: Console) -> int:
     from controller.set_command import set_command
     from controller.status import StatusError
 
-    endpoint = options.endpoint or os.environ.get("SPECPILOT_ENDPOINT") or default_endpoint()
+    endpoint, keys = _endpoint_and_keys(options)
     try:
         return set_command(
-            endpoint, options.values, options.server, options.seconds, options.reset, options.json, console
+            endpoint, keys, options.values, options.server, options.seconds, options.reset, options.json, console
         )
     except StatusError as error:
         sys.stderr.write(f"specpilot: {error}\n")
         return FAILED
+
+
+def _keygen(options: argparse.Namespace, console: Console) -> int:  # noqa: ARG001
+    from controller.keys import describe_keys, make_keys
+
+    sys.stdout.write(describe_keys(make_keys(options.folder, options.client), options.client))
+    return 0
 
 
 def _trace_info(options: argparse.Namespace, console: Console) -> int:
@@ -304,9 +330,11 @@ def _url(text: str) -> str:
 def _compare(options: argparse.Namespace, console: Console) -> int:
     from controller.compare import CONCURRENCY, Request, compare
 
+    endpoint, keys = _endpoint_and_keys(options)
     request = Request(
         url=options.url,
-        endpoint=options.endpoint or os.environ.get("SPECPILOT_ENDPOINT") or default_endpoint(),
+        endpoint=endpoint,
+        keys=keys,
         server=options.server,
         concurrency=options.concurrency or CONCURRENCY,
         arms=options.arms,

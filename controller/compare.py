@@ -37,6 +37,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from controller.config import ConfigError
 from controller.set_command import change_settings
 from controller.status import ControllerStatus, ServerStatus, StatusError, fetch_status
+from sglang_hooks.connection import KeyFiles
 from sglang_hooks.wire import DecisionSource, SetRequest
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ class Request:
 
     url: str
     endpoint: str
+    keys: KeyFiles
+    """For a tcp:// endpoint."""
     server: str
     concurrency: Sequence[int]
     arms: Sequence[str]
@@ -193,7 +196,7 @@ def default_arms(server: ServerStatus) -> list[str]:
 
 def _find(request: Request) -> tuple[ControllerStatus, ServerStatus]:
     """Return the controller's report, and the server in it that is meant."""
-    status = fetch_status(request.endpoint)
+    status = fetch_status(request.endpoint, keys=request.keys)
     names = sorted({one.server for one in status.servers})
     wanted = [one for one in status.servers if request.server in (one.server, one.server.rpartition("/")[0], "")]
     if not wanted or (not request.server and len({name.rpartition("/")[0] for name in names}) > 1):
@@ -228,11 +231,11 @@ def _run_all(
                 for place, arm in enumerate(order):
                     progress.update(task, description=f"{clients} clients, {arm}")
                     pin = SetRequest(values_of(arm), name, PIN_SECONDS)
-                    _pin(request.endpoint, pin, arm)
+                    _pin(request, pin, arm)
                     started_at = time.time()
-                    with _renewed(request.endpoint, pin) as failure:
+                    with _renewed(request, pin) as failure:
                         result = _generate(request, clients, repetition, failure)
-                    if fetch_status(request.endpoint).pid != status.pid:
+                    if fetch_status(request.endpoint, keys=request.keys).pid != status.pid:
                         raise CompareError("the controller was restarted within a run, which is left out: start again")
                     run = Run(
                         repetition=repetition,
@@ -252,23 +255,22 @@ def _run_all(
                         text = f"{len(runs)} of {len(blocks) * len(arms)}: {clients} clients, {arm}: "
                         console.print(f"{text}{run.tokens_per_second:,.0f} tokens/s", highlight=False)
         finally:
-            _restore(request.endpoint, name)
+            _restore(request, name)
 
 
 # -- the pin --
 
 
-def _pin(endpoint: str, pin: SetRequest, arm: str) -> None:
+def _pin(request: Request, pin: SetRequest, arm: str) -> None:
     """Put an arm in force, and wait until the server (all its replicas) says that its table is."""
     try:
-        change_settings(endpoint, pin)
+        change_settings(request.endpoint, pin, request.keys)
     except ConfigError as error:
         raise CompareError(f"arm {arm} cannot be put in force: {error}") from error
     deadline = time.monotonic() + IN_FORCE_SECONDS
     while True:
-        servers = [
-            one for one in fetch_status(endpoint).servers if pin.server in (one.server, one.server.rpartition("/")[0])
-        ]
+        status = fetch_status(request.endpoint, keys=request.keys)
+        servers = [one for one in status.servers if pin.server in (one.server, one.server.rpartition("/")[0])]
         waiting = [one for one in servers if one.pending_epoch or one.source != DecisionSource.TABLE.name]
         if servers and not waiting:
             break
@@ -281,7 +283,7 @@ def _pin(endpoint: str, pin: SetRequest, arm: str) -> None:
 
 
 @contextmanager
-def _renewed(endpoint: str, pin: SetRequest) -> Iterator[Callable[[], str]]:
+def _renewed(request: Request, pin: SetRequest) -> Iterator[Callable[[], str]]:
     """Renew a pin until the block ends; what is yielded tells why that failed, if it did."""
     ended = threading.Event()
     failures: list[str] = []
@@ -289,7 +291,7 @@ def _renewed(endpoint: str, pin: SetRequest) -> Iterator[Callable[[], str]]:
     def renew() -> None:
         while not ended.wait(RENEW_SECONDS):
             try:
-                change_settings(endpoint, pin)
+                change_settings(request.endpoint, pin, request.keys)
             except (StatusError, ConfigError) as error:
                 failures.append(str(error))
                 return
@@ -303,9 +305,9 @@ def _renewed(endpoint: str, pin: SetRequest) -> Iterator[Callable[[], str]]:
         thread.join()
 
 
-def _restore(endpoint: str, server: str) -> None:
+def _restore(request: Request, server: str) -> None:
     try:
-        change_settings(endpoint, SetRequest({}, server, seconds=1.0, reset=True))
+        change_settings(request.endpoint, SetRequest({}, server, seconds=1.0, reset=True), request.keys)
     except (StatusError, ConfigError) as error:
         logger.warning(
             "%s; what was set for the comparison ends with the controller, or by itself within %.0f s",

@@ -17,12 +17,14 @@ from policies.goodput import Goodput
 from policies.interface import Plan, Policy
 from policies.static import Static
 from policies.threshold import Threshold
+from sglang_hooks.connection import EndpointError, check_endpoint, is_tcp
 from sglang_hooks.settings import max_steps_by_batch
 from sglang_hooks.wire import Hello
 
 Steps = Annotated[int, msgspec.Meta(ge=0, le=64)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Bytes = Annotated[int, msgspec.Meta(ge=1 << 16)]
+PathText = Annotated[str, msgspec.Meta(pattern=r"^[^\0]*$", max_length=4096)]
 
 
 class ConfigError(ValueError):
@@ -81,7 +83,7 @@ class GoodputPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 class NeuralPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="neural"):
     """``[policy] name = "neural"``: what a net fitted to traces of this server takes for best."""
 
-    model: Annotated[str, msgspec.Meta(min_length=1)]
+    model: Annotated[PathText, msgspec.Meta(min_length=1)]
     """File that ``specpilot fit-neural`` wrote."""
 
     def build(self, prior: dict[str, Any] | None = None) -> Policy:  # noqa: ARG002
@@ -95,8 +97,12 @@ class NeuralPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
 class ControllerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[controller]``: the socket and the pace."""
 
-    endpoint: str = ""
-    """``ipc:///path``; empty: ``controller.ipc`` in the runtime directory (see ``default_endpoint``)."""
+    endpoint: PathText = ""
+    """``ipc:///path`` or ``tcp://address:port``; empty: ``controller.ipc`` in the runtime directory."""
+    key: PathText = ""
+    """The controller's key pair, for tcp: what ``specpilot keygen`` wrote as ``controller.key_secret``."""
+    authorized_keys: PathText = ""
+    """Folder of the public keys that may connect, for tcp; looked at again every two seconds."""
     lease_seconds: Seconds = 5.0
     """How long a server trusts a table after the controller was last heard."""
     decide_seconds: Seconds = 0.5
@@ -106,7 +112,7 @@ class ControllerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TraceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[trace]``: the log of every step; switched off with ``directory = ""``."""
 
-    directory: str = "specpilot-trace"
+    directory: PathText = "specpilot-trace"
     segment_bytes: Bytes = 64 << 20
     """A new segment begins at about this size."""
     total_bytes: Bytes = 4 << 30
@@ -118,7 +124,7 @@ class TraceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PriorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[prior]``: what was learned, kept for the next start; switched off with ``directory = ""``."""
 
-    directory: str = "specpilot-prior"
+    directory: PathText = "specpilot-prior"
     save_seconds: Seconds = 60.0
     """Time between two writes; one more when the controller stops."""
 
@@ -182,11 +188,19 @@ class Config(ServerConfig, frozen=True, forbid_unknown_fields=True):
     """By name, without the replica's number or with it; each whole, the keys of all servers included."""
 
     def __post_init__(self) -> None:
-        endpoint = self.controller.endpoint
-        if endpoint.startswith("tcp://"):
-            raise ValueError("controller.endpoint: tcp:// would be open to the whole network; use ipc:///path")
-        if endpoint and not endpoint.startswith("ipc:///"):
-            raise ValueError(f"controller.endpoint = {endpoint!r}: use ipc:// and an absolute path")
+        own = self.controller
+        if own.endpoint:
+            try:
+                check_endpoint(own.endpoint)
+            except EndpointError as error:
+                raise ValueError(f"controller.endpoint = {own.endpoint!r}: {error}") from error
+        if is_tcp(own.endpoint) and not (own.key and own.authorized_keys):
+            raise ValueError(
+                "controller.endpoint: tcp:// is open to the whole network, so it needs controller.key and "
+                "controller.authorized_keys: make them with `specpilot keygen`"
+            )
+        if not is_tcp(own.endpoint) and (own.key or own.authorized_keys):
+            raise ValueError("controller.key and controller.authorized_keys are for a tcp:// endpoint only")
         if self.trace.segment_bytes > self.trace.total_bytes:
             raise ValueError("trace.segment_bytes is larger than trace.total_bytes")
 
@@ -216,7 +230,7 @@ def read_document(path: Path) -> Document:
         return cast(Document, msgspec.toml.decode(path.read_bytes()))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
 

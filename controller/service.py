@@ -54,11 +54,16 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 FORGET_SECONDS = 86_400.0
 ASK_SECONDS = 1.0
-STRANGERS = 256
+STRANGERS = 64
 HELD_MESSAGES = 64
+HELD_BYTES = 1 << 20
 """Of each peer that has not said yet who it is: sent before our question reached it."""
+SERVERS = 256
+"""A peer that keeps inventing names must not fill the memory with policies."""
 MESSAGES_PER_TURN = 1000
-"""Handled before leases are looked at again: a flood from one server must not let another's run out."""
+TURN_SECONDS = 0.1
+"""Handled before leases are looked at again, and for how long: a flood from one server must not let another's run
+out. Among peers ZMQ takes turns."""
 
 
 class Stranger:
@@ -67,7 +72,26 @@ class Stranger:
     def __init__(self) -> None:
         self.asked_at = float("-inf")
         self.turned_away = False
-        self.held: deque[StepBatch | HookState] = deque(maxlen=HELD_MESSAGES)
+        self.held: deque[tuple[int, StepBatch | HookState]] = deque()
+        self.held_bytes = 0
+
+    def hold(self, size: int, message: StepBatch | HookState) -> int:
+        """Keep a message that came as ``size`` bytes; return how many older ones gave way."""
+        self.held.append((size, message))
+        self.held_bytes += size
+        dropped = 0
+        while self.held_bytes > HELD_BYTES or len(self.held) > HELD_MESSAGES:
+            self.held_bytes -= self.held.popleft()[0]
+            dropped += 1
+        return dropped
+
+    def turn_away(self) -> int:
+        """Keep nothing of a peer whose name another one holds; return how many messages that drops."""
+        self.turned_away = True
+        dropped = len(self.held)
+        self.held.clear()
+        self.held_bytes = 0
+        return dropped
 
 
 class Service:
@@ -93,7 +117,8 @@ class Service:
         for one in config.all_servers:
             one.policy.build(None)
         self._trace_directory = Path(config.trace.directory) if config.trace.directory else None
-        self._endpoint = Endpoint(config.controller.endpoint or default_endpoint())
+        own = config.controller
+        self._endpoint = Endpoint(own.endpoint or default_endpoint(), own.key, own.authorized_keys)
         if self._trace_directory is not None:
             try:
                 check_directory(self._trace_directory)
@@ -143,7 +168,10 @@ class Service:
     def turn(self) -> None:
         """One round: wait at most POLL_SECONDS for messages, then do what time demands."""
         if self._endpoint.socket.poll(int(POLL_SECONDS * 1000)):
+            begun = self._clock()
             for _ in range(MESSAGES_PER_TURN):
+                if self._clock() - begun > TURN_SECONDS:
+                    break
                 try:
                     frames = self._endpoint.socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
@@ -155,6 +183,7 @@ class Service:
         """Do what time demands."""
         now = self._clock()
         self._follow_config(now)
+        self._endpoint.tend(now)
         for session in list(self._sessions.values()):
             turning = session.switchback is not None and session.switchback.due(now)
             if session.pace.due(now, session.policy.urgent) or turning:
@@ -176,9 +205,7 @@ class Service:
                 raise WireError(f"{len(frames) - 1} frames instead of 1")
             message = self._decoder.decode(frames[1])
         except WireError as error:
-            self._refused += 1
-            who = self._by_address[address].key if address in self._by_address else "an unknown peer"
-            self._once.warn(cause(error), f"a message of {who} was refused: {error}", "refused_messages")
+            self._refuse(address, cause(error), str(error))
             return
         if isinstance(message, StatusRequest):
             report = msgspec.json.encode(self.status())
@@ -195,7 +222,7 @@ class Service:
         assert isinstance(message, StepBatch | HookState)
         session = self._by_address.get(address)
         if session is None:
-            self._ask(address, message)
+            self._ask(address, message, len(frames[1]))
             return
         session.heard_at = self._clock()
         if isinstance(message, StepBatch):
@@ -203,15 +230,16 @@ class Service:
         else:
             self._compare(session, message)
 
-    def _ask(self, address: bytes, message: StepBatch | HookState) -> None:
+    def _refuse(self, address: bytes, key: str, why: str) -> None:
+        """Count a message, and say why once for each cause (``key``)."""
+        self._refused += 1
+        who = self._by_address[address].key if address in self._by_address else "an unknown peer"
+        self._once.warn(key, f"a message of {who} was refused: {why}", "refused_messages")
+
+    def _ask(self, address: bytes, message: StepBatch | HookState, size: int) -> None:
         """Ask a peer who it is, and keep what it sent until it has answered."""
-        stranger = self._strangers.setdefault(address, Stranger())
-        if len(self._strangers) > STRANGERS:
-            self._drop(len(self._strangers.pop(next(iter(self._strangers))).held))
-        if stranger.turned_away or len(stranger.held) == HELD_MESSAGES:
-            self._drop(1)
-        if not stranger.turned_away:
-            stranger.held.append(message)
+        stranger = self._stranger(address)
+        self._drop(1 if stranger.turned_away else stranger.hold(size, message))
         now = self._clock()
         if now - stranger.asked_at > ASK_SECONDS:
             stranger.asked_at = now
@@ -224,10 +252,19 @@ class Service:
             text = "messages of a peer without a name of its own are dropped"
             self._once.warn("messages_unclaimed", text, "messages_unclaimed")
 
+    def _stranger(self, address: bytes) -> Stranger:
+        stranger = self._strangers.setdefault(address, Stranger())
+        if len(self._strangers) > STRANGERS:
+            self._drop(len(self._strangers.pop(next(iter(self._strangers))).held))
+        return stranger
+
     def _greet(self, address: bytes, hello: Hello) -> None:
         key = f"{hello.server_id}/{hello.dp_rank}"
         now = self._clock()
         session = self._sessions.get(key)
+        if session is None and len(self._sessions) >= SERVERS:
+            self._refuse(address, "servers", f"{key} is one server too many, a controller serves {SERVERS}")
+            return
         if session is None:
             config = self._config.for_server(key)
             trace = None
@@ -265,7 +302,7 @@ class Service:
         if changed:
             self._set_up_switchback(session, hello, now)
         session.hello = hello
-        for message in self._strangers.pop(address, Stranger()).held:
+        for _, message in self._strangers.pop(address, Stranger()).held:
             if isinstance(message, StepBatch):
                 session.learn(message)
         if changed or hello.epoch > session.epoch:
@@ -277,11 +314,9 @@ class Service:
 
     def _turn_away(self, session: Session, address: bytes, hello: Hello, now: float) -> None:
         """Keep a second server of one name waiting; it is an error once the first is sure to be alive still."""
-        stranger = self._strangers.setdefault(address, Stranger())
+        stranger = self._stranger(address)
         session.counters["rivals_turned_away"] += 1
-        stranger.turned_away = True
-        self._drop(len(stranger.held))
-        stranger.held.clear()
+        self._drop(stranger.turn_away())
         known = session.conflict(now)
         if session.rival != hello.instance or now - session.rival_heard_at > RIVAL_SECONDS:
             session.rival, session.rival_since = hello.instance, now
@@ -540,6 +575,7 @@ class Service:
             trace_bytes=max((trace.bytes_on_disk for trace in traces), default=0),
             trace_error="; ".join(trace.last_error for trace in traces if trace.last_error),
             refused_messages=self._refused,
+            handshakes_failed=self._endpoint.handshakes_failed,
             config_error=self._live.error,
             changes=self._live.changes(now),
             prior_error=self._priors.error if self._priors is not None else "",

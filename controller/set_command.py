@@ -11,16 +11,17 @@ from rich.table import Table
 
 from controller.config import ConfigError
 from controller.live_config import SetReport, Setting
-from controller.status import StatusError, ask
+from controller.status import NO_KEYS, StatusError, ask
+from sglang_hooks.connection import KeyFiles
 from sglang_hooks.wire import SetReply, SetRequest
 
 
-def change_settings(endpoint: str, request: SetRequest) -> SetReport:
+def change_settings(endpoint: str, request: SetRequest, keys: KeyFiles = NO_KEYS) -> SetReport:
     """Have the controller make a change, and return what is in force; ConfigError if it refuses.
 
     StatusError if no controller answers.
     """
-    reply = ask(endpoint, request, SetReply)
+    reply = ask(endpoint, request, SetReply, keys=keys)
     if reply.error:
         raise ConfigError(reply.error)
     try:
@@ -45,7 +46,14 @@ def parsed(values: Sequence[str]) -> dict[str, str]:
 
 
 def set_command(
-    endpoint: str, values: Sequence[str], server: str, seconds: float, reset: bool, as_json: bool, console: Console
+    endpoint: str,
+    keys: KeyFiles,
+    values: Sequence[str],
+    server: str,
+    seconds: float,
+    reset: bool,
+    as_json: bool,
+    console: Console,
 ) -> int:
     """Change what is asked for, print what is in force, and return 0."""
     if not 0.0 <= seconds <= 86_400.0:
@@ -53,7 +61,7 @@ def set_command(
     if seconds and not values:
         raise ConfigError("--for: name what is to be set for that time, as KEY=VALUE")
     request = SetRequest(parsed(values), server, seconds, reset)
-    report = change_settings(endpoint, request)
+    report = change_settings(endpoint, request, keys)
     if as_json:
         console.print(msgspec.json.format(msgspec.json.encode(report)).decode(), markup=False, highlight=False,
                       soft_wrap=True)  # fmt: skip

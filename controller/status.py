@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -12,9 +12,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from controller.endpoint import socket_path
 from controller.switchback import SwitchbackStatus
+from sglang_hooks.connection import (
+    EndpointError,
+    KeyFiles,
+    Watch,
+    check_endpoint,
+    connect,
+    is_tcp,
+    socket_path,
+)
 from sglang_hooks.wire import (
+    MAX_REPORT_BYTES,
     DecisionSource,
     DecisionTable,
     FrameDecoder,
@@ -26,6 +35,7 @@ from sglang_hooks.wire import (
     encode,
 )
 
+NO_KEYS = KeyFiles()
 Reply = TypeVar("Reply", StatusReport, SetReply)
 
 
@@ -87,6 +97,8 @@ class ControllerStatus(msgspec.Struct, frozen=True):
     trace_bytes: int
     trace_error: str
     refused_messages: int
+    handshakes_failed: int
+    """Connections refused for want of the right key, or that were none of specpilot's."""
     config_error: str
     """Why the newest contents of the configuration file are not in force; empty if they are."""
     changes: list[str]
@@ -98,31 +110,51 @@ class ControllerStatus(msgspec.Struct, frozen=True):
     """Of the controller, whatever server they concern, see docs/operations.md."""
 
 
-def fetch_status(endpoint: str, timeout: float = 2.0) -> ControllerStatus:
-    """Return the report of the controller at ``endpoint``; raise StatusError if none answers in time."""
-    reply = ask(endpoint, StatusRequest(), StatusReport, timeout)
+def read_report(report: bytes) -> ControllerStatus:
+    """Return what a StatusReport holds; raise WireError if it is none of this version."""
     try:
-        return msgspec.json.decode(reply.report, type=ControllerStatus)
-    except msgspec.DecodeError as error:
+        return msgspec.json.decode(report, type=ControllerStatus)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"malformed report: {error}") from error
+
+
+def fetch_status(endpoint: str, timeout: float = 2.0, keys: KeyFiles = NO_KEYS) -> ControllerStatus:
+    """Return the report of the controller at ``endpoint``; raise StatusError if none answers in time."""
+    reply = ask(endpoint, StatusRequest(), StatusReport, timeout, keys)
+    try:
+        return read_report(reply.report)
+    except WireError as error:
         raise StatusError(f"the controller at {endpoint} speaks another language: {error}") from error
 
 
-def ask(endpoint: str, request: StatusRequest | SetRequest, expected: type[Reply], timeout: float = 2.0) -> Reply:
+def ask(
+    endpoint: str,
+    request: StatusRequest | SetRequest,
+    expected: type[Reply],
+    timeout: float = 2.0,
+    keys: KeyFiles = NO_KEYS,
+) -> Reply:
     """Send a request to the controller and return its answer; StatusError if none comes within ``timeout`` seconds."""
-    path = socket_path(endpoint)
-    if not path.exists():
-        raise StatusError(f"no controller at {endpoint}: start `specpilot controller`, or name its --endpoint")
     context = zmq.Context()
     try:
-        with context.socket(zmq.DEALER) as socket:
+        check_endpoint(endpoint)
+        if not is_tcp(endpoint) and not socket_path(endpoint).exists():
+            raise StatusError(f"no controller at {endpoint}: start `specpilot controller`, or name its --endpoint")
+        with context.socket(zmq.DEALER) as socket, Watch(socket) as watch:
             socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(endpoint)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPORT_BYTES)
+            connect(socket, endpoint, keys)
             socket.send(encode(request))
             deadline = time.monotonic() + timeout
-            while socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
-                message = FrameDecoder(expected).decode(socket.recv())
-                assert isinstance(message, expected)
-                return message
+            while (left := deadline - time.monotonic()) > 0:
+                if socket.poll(int(1000 * min(left, 0.1))):
+                    message = FrameDecoder(expected, MAX_REPORT_BYTES).decode(socket.recv())
+                    assert isinstance(message, expected)
+                    return message
+                for failure in watch.failures():
+                    raise StatusError(f"no answer from {endpoint}: {failure.seen_by_client(endpoint)}")
+    except (EndpointError, OSError) as error:
+        raise StatusError(f"{endpoint} cannot be asked: {error}") from error
     except WireError as error:
         raise StatusError(f"the controller at {endpoint} speaks another language: {error}") from error
     finally:
@@ -160,8 +192,18 @@ def _ranges(edges: Sequence[int], first: int) -> list[str]:
     return [*names, f"{low}+" if edges else "any"]
 
 
+def _escaped(value: Any) -> Any:
+    """Return builtins whose texts rich prints as they are: a server's name may hold brackets."""
+    if isinstance(value, str):
+        return escape(value)
+    if isinstance(value, dict):
+        return {_escaped(key): _escaped(inner) for key, inner in value.items()}
+    return [_escaped(inner) for inner in value] if isinstance(value, list) else value
+
+
 def print_status(status: ControllerStatus, console: Console) -> None:
     """Write the report for a person."""
+    status = msgspec.convert(_escaped(msgspec.to_builtins(status, str_keys=True)), ControllerStatus, strict=False)
     console.print(
         f"[bold]specpilot {status.version}[/] pid {status.pid}, up {_age(status.uptime_seconds)}, "
         f"policy [bold]{status.policy}[/], {status.endpoint}"
@@ -176,6 +218,8 @@ def print_status(status: ControllerStatus, console: Console) -> None:
         console.print(f"[red]{error}[/]")
     if status.refused_messages:
         console.print(f"[yellow]{status.refused_messages} messages were refused, see the log[/]")
+    if status.handshakes_failed:
+        console.print(f"[yellow]{status.handshakes_failed} connections were refused, see the log[/]")
     if counters := _not_zero(status.counters):
         console.print(f"counters {counters}")
     if not status.servers:

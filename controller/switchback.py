@@ -44,6 +44,8 @@ MATCHED_STEPS = 50.0
 TRIAL_PAIRS = CLAIM_PAIRS + 2
 """When the policy is tried again, so many pairs come one after the other, enough to tell whether it still loses:
 it is in force half of that time."""
+MOST_LOG_RATIO = 20.0
+"""Nothing is 500 million times as fast: such a pair comes of records or a file that are nonsense."""
 LEVEL_ERROR = 0.05
 TIGHTEST_PAIRS = 20
 """The confidence sequence is tightest about there."""
@@ -154,7 +156,7 @@ class Switchback:
 
     def resume(self, stored: Stored, now: float, wall: float) -> None:
         """Go on from what was kept; a policy that was out of force stays so until its time."""
-        ratios = [ratio for ratio in stored.log_ratios if math.isfinite(ratio)]
+        ratios = [ratio for ratio in stored.log_ratios if abs(ratio) <= MOST_LOG_RATIO]
         self._log_ratios.extend(ratios)
         self._unmatched = max(stored.unmatched, 0)
         self._trial = stored.trial
@@ -314,7 +316,7 @@ def log_ratio(policy: dict[int, list[float]], fallback: dict[int, list[float]]) 
 
     Arguments are (steps, tokens, seconds) by batch size. Each arm's tokens and seconds are those of a
     mean step at each batch size, weighted by n m / (n + m) of the steps n and m that the arms have there.
-    None where that is less than ``MATCHED_STEPS`` of each arm.
+    None where that is less than ``MATCHED_STEPS`` of each arm, or the result is nonsense.
 
     >>> round(log_ratio({2: [100, 400.0, 1.0], 9: [50, 900.0, 1.0]}, {2: [50, 100.0, 0.5]}), 4)
     0.6931
@@ -332,7 +334,8 @@ def log_ratio(policy: dict[int, list[float]], fallback: dict[int, list[float]]) 
     if matched < MATCHED_STEPS:
         return None
     tokens, seconds, other_tokens, other_seconds = sums
-    return math.log(tokens / seconds) - math.log(other_tokens / other_seconds)
+    ratio = math.log(tokens) - math.log(seconds) - math.log(other_tokens) + math.log(other_seconds)
+    return ratio if abs(ratio) <= MOST_LOG_RATIO else None
 
 
 def measure(log_ratios: Sequence[float]) -> Measured:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_hooks.broadcast import AllGather, Confirmation, PolicyUpdate, UpdateSource, apply_update
+from sglang_hooks.connection import is_tcp, read_keys
 from sglang_hooks.context import ContextTracker, ended_rows
 from sglang_hooks.link import Link, Mailbox, RecordQueue
 from sglang_hooks.recorder import Recorder
@@ -84,7 +85,12 @@ class Agent:
         load: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
         all_gather: AllGather = lambda value: [value],
     ) -> None:
-        """Begin to record, and on rank 0 to talk to the controller; returns at once."""
+        """Begin to record, and on rank 0 to talk to the controller; returns at once.
+
+        Raises EndpointError, on rank 0, for key files that cannot be used.
+        """
+        if facts.rank == 0 and is_tcp(self.settings.endpoint):
+            read_keys(self.settings.key_files)  # the link reads them when it connects: too late to end the start
         self._facts = facts
         self._all_gather = all_gather
         if facts.rank == 0:
@@ -95,6 +101,7 @@ class Agent:
             self._source = UpdateSource(self.settings, self.policy, mailbox, facts.tp_size)
             self._link = Link(
                 self.settings.endpoint,
+                self.settings.key_files,
                 self.hello,
                 self.state,
                 self._queue,

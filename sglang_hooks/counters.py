@@ -19,6 +19,7 @@ COUNTERS = {
     "messages_refused": "",
     "leases_ignored": "",
     "link_rebuilds": "nothing was sent or heard for a while, the connection to the controller is made anew",
+    "handshakes_failed": "",
     "records_dropped": "step records are dropped, the controller does not read them fast enough",
     "join_misses": "a decode result came without its launch, that step is not recorded",
     "steps_mismatched": "a step had another width than was decided for it",

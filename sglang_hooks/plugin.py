@@ -45,6 +45,7 @@ from typing import Any, NoReturn
 
 from sglang_hooks.agent import Agent
 from sglang_hooks.broadcast import PolicyUpdate
+from sglang_hooks.connection import EndpointError
 from sglang_hooks.contract import (
     BATCH,
     DRAFT_WORKER,
@@ -324,11 +325,14 @@ def _after_init_request_dispatcher(result: Any, scheduler: Any) -> None:  # noqa
     agent = _agent()
     scheduler._request_dispatcher += TypeBasedDispatcher([(PolicyUpdate, agent.apply)])
     ranks = getattr(scheduler, "ps", None) or get_parallel()
-    agent.start(
-        server_facts(scheduler, ranks, agent.settings.server_id, _installed.skip is not None),
-        load=lambda: load_of(scheduler),
-        all_gather=scheduler.tp_group.all_gather_object if ranks.tp_size > 1 else lambda value: [value],
-    )
+    try:
+        agent.start(
+            server_facts(scheduler, ranks, agent.settings.server_id, _installed.skip is not None),
+            load=lambda: load_of(scheduler),
+            all_gather=scheduler.tp_group.all_gather_object if ranks.tp_size > 1 else lambda value: [value],
+        )
+    except EndpointError as error:
+        _refuse(str(error))
     logger.info(
         "specpilot: in place on rank %d (%s, candidate steps %s, %s)",
         ranks.tp_rank,

@@ -21,12 +21,9 @@ from time import monotonic
 from typing import NamedTuple
 
 from sglang_hooks.settings import Settings, SettingsError
-from sglang_hooks.wire import DecisionSource, DecisionTable
+from sglang_hooks.wire import MAX_EDGES, DecisionSource, DecisionTable
 
 logger = logging.getLogger(__name__)
-
-MAX_REGIONS = 512
-"""Of one axis. SGLang captures about 50 batch sizes; 512 x 8 cells decode in under a millisecond."""
 
 _STASH = 8
 """Launches remembered until their result comes; overlap scheduling has two in flight."""
@@ -87,8 +84,8 @@ class CompiledTable:
         declared = set(candidate_steps)
         cells = (len(table.batch_edges) + 1) * (len(table.context_edges) + 1)
         for name, edges in (("batch_edges", table.batch_edges), ("context_edges", table.context_edges)):
-            if len(edges) >= MAX_REGIONS:
-                raise TableError(f"{name} has {len(edges)} edges, at most {MAX_REGIONS - 1} are taken")
+            if len(edges) > MAX_EDGES:
+                raise TableError(f"{name} has {len(edges)} edges, at most {MAX_EDGES} are taken")
             if any(a >= b for a, b in itertools.pairwise(edges)) or (edges and edges[0] < 0):
                 raise TableError(f"{name} must rise and not be negative: {edges}")
         for name, column in (("choice", table.choice), ("keep", table.keep)):

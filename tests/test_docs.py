@@ -153,8 +153,8 @@ def test_status_lines_and_fields() -> None:
     )  # fmt: skip
     controller = ControllerStatus(
         version="1", pid=1, endpoint="e", policy="p", uptime_seconds=1.0, trace_directory="d", trace_written=1,
-        trace_lost=1, trace_bytes=1, trace_error="", refused_messages=0, config_error="", changes=[],
-        prior_error="", servers=[server],
+        trace_lost=1, trace_bytes=1, trace_error="", refused_messages=0, handshakes_failed=0, config_error="",
+        changes=[], prior_error="", servers=[server],
     )  # fmt: skip
     console = Console(width=200)
     with console.capture() as capture:

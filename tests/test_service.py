@@ -488,7 +488,7 @@ def test_a_full_or_broken_trace_never_stops_control(make: Make, agents: Agents) 
         ("[polcy]", "polcy"),
         ("[controller]\nlease_seconds = 0", r"lease_seconds"),
         ('[controller]\nlease_seconds = "5"', r"\$\.controller\.lease_seconds"),
-        ('[controller]\nendpoint = "tcp://0.0.0.0:1"', "tcp:// would be open"),
+        ('[controller]\nendpoint = "tcp://0.0.0.0:1"', "specpilot keygen"),
         ('[controller]\nendpoint = "ipc://relative"', "absolute path"),
         ("[trace]\nsegment_bytes = 1000000\ntotal_bytes = 100000", "segment_bytes is larger"),
         ("[trace", "controller.toml"),

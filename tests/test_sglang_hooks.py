@@ -338,7 +338,7 @@ def test_without_an_endpoint_the_plugin_is_inert(value: str | None, monkeypatch:
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("SPECPILOT_ENDPOINT", "tcp://1.2.3.4:5", "ipc://"),
+        ("SPECPILOT_ENDPOINT", "tcp://1.2.3.4:5", "specpilot keygen"),
         ("SPECPILOT_MODE", "on", "'control' or 'shadow'"),
         ("SPECPILOT_FALBACK", "1", "SPECPILOT_FALBACK is not an option"),
         ("SPECPILOT_MAX_STEPS_BY_BATCH", "64", "batch:steps pairs"),

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
 from dataclasses import dataclass
 
 import msgspec
@@ -51,7 +50,9 @@ HOST_GAP = 0.5
 
 REFIT = 64
 """Records between fits, or as many as there are cells: a constant price per record. A quarter of all at first."""
-PRIOR_WEIGHT = 24.0
+START_FITS = 16
+"""Fits to a stored prior, one after the other: each begins from what the one before found, misfit included."""
+PRIOR_WEIGHT = 128.0
 """Records that a cell of a stored prior counts as, at most."""
 UNKNOWN_SECONDS, UNKNOWN_ERROR = 0.02, 3.0
 """Answered with nothing learned at all: a step's usual order of magnitude, give or take a factor of 20."""
@@ -265,7 +266,8 @@ class CostModel:
         for kind in self._extras:
             self._extras[kind] = _Extra.of(getattr(stored.switches, kind))
         if self._fitted:
-            self._refit()
+            for _ in range(START_FITS):
+                self._refit()
         self.note = f"cost prior of {len(self._fitted)} cells"
         if len(self._fitted) < len(stored.cells):
             self.note += f"; {len(stored.cells) - len(self._fitted)} more are of steps or batch sizes not run here"
@@ -319,24 +321,26 @@ class CostModel:
     def _refit(self) -> None:
         """Fit the backbone to all cells, and tell them its slopes.
 
-        Where a stored prior is wrong about a K, it is so at every size: those of its cells that were
-        not seen yet are together worth one.
+        Where a stored prior is wrong about a K, it is so at every size: what those of its cells that were
+        not seen yet err by is theirs in common.
         """
         self._since_fit = 0
         if len(self._stacked[0]) != len(self._fitted):
             self._stacked = stack([self._design(*key) for key in self._fitted])
         cells = [self._cells[key] for key in self._fitted]
-        unseen = Counter(steps for (steps, _), cell in zip(self._fitted, cells, strict=True) if not cell.last)
-        doubts = [
-            self._common.doubt(cell) * (1.0 if cell.last else unseen[steps])
-            for (steps, _), cell in zip(self._fitted, cells, strict=True)
-        ]
+        unseen = sorted({steps for (steps, _), cell in zip(self._fitted, cells, strict=True) if not cell.last})
+        shared = np.zeros((len(cells), len(unseen)))
+        for row, ((steps, _), cell) in enumerate(zip(self._fitted, cells, strict=True)):
+            if not cell.last:
+                shared[row, unseen.index(steps)] = math.sqrt(self._common.prior_variance)
+        doubts = [self._common.moved_variance(cell) for cell in cells]
         level, context, n, square, time, spread = np.array(
             [(c.level, c.mean_context, c.n, c.context_square, c.context_time, c.spread) for c in cells]
         ).T
         half = np.minimum(np.sqrt(square / n), context)
         lean = np.clip(half * time / np.maximum(square, 1e-9), -0.9, 0.9)
-        self._backbone = self._backbone.fitted(self._stacked, level, spread**2 / n + doubts, context, half, lean)
+        noise = spread**2 / n + doubts
+        self._backbone = self._backbone.fitted(self._stacked, level, noise, context, half, lean, shared)
         for cell, slope in zip(cells, self._backbone.slopes(self._stacked, context).tolist(), strict=True):
             cell.prior_slope, cell.prior_weight = slope, (cell.spread / (SLOPE_ERROR * slope)) ** 2
             cell.set_slope()

@@ -48,8 +48,11 @@ class Common:
 
     def doubt(self, cell: Cell) -> float:
         """Return the variance of what may have happened to the cell's level since its last record."""
-        stored = self.prior_variance if not cell.last else 0.0
-        return (DOUBT * (self.level - cell.seen)) ** 2 + self.unrest - cell.unrest + stored
+        return self.moved_variance(cell) + (0.0 if cell.last else self.prior_variance)
+
+    def moved_variance(self, cell: Cell) -> float:
+        """Return the same without what a stored prior may err by."""
+        return (DOUBT * (self.level - cell.seen)) ** 2 + self.unrest - cell.unrest
 
     def before(self, cell: Cell) -> None:
         """Make ``cell`` as uncertain as it is, before its next record is learned."""

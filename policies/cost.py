@@ -52,7 +52,7 @@ REFIT = 64
 """Records between fits, or as many as there are cells: a constant price per record. A quarter of all at first."""
 START_FITS = 16
 """Fits to a stored prior, one after the other: each begins from what the one before found, misfit included."""
-PRIOR_WEIGHT = 128.0
+PRIOR_WEIGHT = 24.0
 """Records that a cell of a stored prior counts as, at most."""
 UNKNOWN_SECONDS, UNKNOWN_ERROR = 0.02, 3.0
 """Answered with nothing learned at all: a step's usual order of magnitude, give or take a factor of 20."""
@@ -234,10 +234,10 @@ class CostModel:
             # As many records as the level is still worth.
             n = 1.0 / (1.0 / cell.n + self._common.doubt(cell) / cell.spread**2)
             level = min(max(cell.level + self._common.level, LEAST_LEVEL), MOST_LEVEL)
-            squares = (cell.context_square / cell.n, cell.context_time / cell.n)
-            cells.append(StoredCell(steps, size, n, level, cell.mean_context, *squares, cell.variance))
+            moments = (cell.context_square / cell.context_n, cell.context_time / cell.context_n)
+            cells.append(StoredCell(steps, size, n, level, cell.mean_context, *moments, cell.variance, cell.context_n))
         switches = StoredSwitches(**{kind: extra.stored() for kind, extra in self._extras.items()})
-        stored: dict[str, object] = msgspec.to_builtins(StoredCosts(1, self._fingerprint, cells, switches))
+        stored: dict[str, object] = msgspec.to_builtins(StoredCosts(2, self._fingerprint, cells, switches))
         return stored
 
     def _take_prior(self, stored: StoredCosts) -> None:
@@ -247,14 +247,19 @@ class CostModel:
                 continue
             n = min(old.n, PRIOR_WEIGHT)
             spread = min(max(math.sqrt(old.variance), SPREAD_FLOOR), SPREAD_CEILING)
-            # Contexts deviate by no more than their mean, and relative time by less than 1.
-            deviation = min(math.sqrt(old.context_variance), old.mean_context)
+            # Contexts deviate by no more than their mean, and relative time by less than 1. Version 1 had moments over
+            # too few records, but both of them, so their ratio is the slope.
+            square = min(old.context_variance, old.mean_context**2)
+            bound = 1.0 / max(old.mean_context, 1.0)
+            slope = min(max(old.context_time / max(old.context_variance, 1e-9), -bound), bound)
+            context_n = min(old.context_n or n, MEMORY)
             self._cells[key] = Cell(
                 n=n,
                 level=old.level,
                 mean_context=old.mean_context,
-                context_square=deviation**2 * n,
-                context_time=min(max(old.context_time, -deviation), deviation) * n,
+                context_n=context_n,
+                context_square=square * context_n,
+                context_time=slope * square * context_n,
                 variance=spread**2,
                 spread=spread,
                 records=SETTLED,
@@ -334,10 +339,10 @@ class CostModel:
             if not cell.last:
                 shared[row, unseen.index(steps)] = math.sqrt(self._common.prior_variance)
         doubts = [self._common.moved_variance(cell) for cell in cells]
-        level, context, n, square, time, spread = np.array(
-            [(c.level, c.mean_context, c.n, c.context_square, c.context_time, c.spread) for c in cells]
+        level, context, n, context_n, square, time, spread = np.array(
+            [(c.level, c.mean_context, c.n, c.context_n, c.context_square, c.context_time, c.spread) for c in cells]
         ).T
-        half = np.minimum(np.sqrt(square / n), context)
+        half = np.minimum(np.sqrt(square / context_n), context)
         lean = np.clip(half * time / np.maximum(square, 1e-9), -0.9, 0.9)
         noise = spread**2 / n + doubts
         self._backbone = self._backbone.fitted(self._stacked, level, noise, context, half, lean, shared)

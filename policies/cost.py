@@ -326,18 +326,19 @@ class CostModel:
     def _refit(self) -> None:
         """Fit the backbone to all cells, and tell them its slopes.
 
-        Where a stored prior is wrong about a K, it is so at every size: what those of its cells that were
-        not seen yet err by is theirs in common.
+        A stored prior is fitted as it is until cells are found off by more than was assumed. Where it is
+        wrong about a K, it is so at every size: what those of its cells that were not seen yet err by
+        beyond that is theirs in common.
         """
         self._since_fit = 0
         if len(self._stacked[0]) != len(self._fitted):
             self._stacked = stack([self._design(*key) for key in self._fitted])
         cells = [self._cells[key] for key in self._fitted]
         unseen = sorted({steps for (steps, _), cell in zip(self._fitted, cells, strict=True) if not cell.last})
-        shared = np.zeros((len(cells), len(unseen)))
+        shared, error = np.zeros((len(cells), len(unseen))), self._common.prior_excess
         for row, ((steps, _), cell) in enumerate(zip(self._fitted, cells, strict=True)):
             if not cell.last:
-                shared[row, unseen.index(steps)] = math.sqrt(self._common.prior_variance)
+                shared[row, unseen.index(steps)] = error
         doubts = [self._common.moved_variance(cell) for cell in cells]
         level, context, n, context_n, square, time, spread = np.array(
             [(c.level, c.mean_context, c.n, c.context_n, c.context_square, c.context_time, c.spread) for c in cells]

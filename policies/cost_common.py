@@ -54,6 +54,11 @@ class Common:
         """Return the same without what a stored prior may err by."""
         return (DOUBT * (self.level - cell.seen)) ** 2 + self.unrest - cell.unrest
 
+    @property
+    def prior_excess(self) -> float:
+        """Standard deviation of what stored cells not seen yet err by beyond the error assumed at first."""
+        return math.sqrt(max(self.prior_variance - PRIOR_DOUBT**2, 0.0))
+
     def before(self, cell: Cell) -> None:
         """Make ``cell`` as uncertain as it is, before its next record is learned."""
         if cell.seen != self.level and self._shared_at > cell.held and cell.stored is None:

@@ -49,7 +49,7 @@ WRONG: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("no switches", lambda prior: prior.pop("switches") and prior, "switches"),
     ("a kind of switch missing", lambda prior: prior["switches"].pop("up") and prior, "$.switches"),
     ("something unknown", lambda prior: prior | {"extra": 1}, "extra"),
-    ("another version", lambda prior: prior | {"version": 2}, "$.version"),
+    ("another version", lambda prior: prior | {"version": 3}, "$.version"),
     ("another server", lambda prior: prior | {"fingerprint": "x" * 1000}, "it is of server xxx"),
     ("a fingerprint that is none", lambda prior: prior | {"fingerprint": [1]}, "$.fingerprint"),
     ("cells of another shape", lambda prior: prior | {"cells": [[3, 8.0]]}, "$.cells[0]"),

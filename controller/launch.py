@@ -90,7 +90,7 @@ def plan(request: Request, environment: Mapping[str, str]) -> Plan:
         added=added,
         environment=dict(environment),
         endpoint=endpoint,
-        keys=KeyFiles(settings.client_key, settings.controller_key),
+        keys=settings.key_files,
         candidates=list(request.candidates),
         adaptive_config=adaptive_config,
         health=health,

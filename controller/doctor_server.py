@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -197,13 +196,18 @@ def check_server(server: Server, settings: Settings | None) -> Iterator[Check]:
 
 def check_adaptive(server: Server) -> Iterator[Check]:
     """Check that SGLang asks for a K at every step."""
-    if server.tree:
+    in_force = server.get("speculative_adaptive", False)
+    asked = in_force or _names(server, "--speculative-adaptive")
+    chosen = not server.running or _names(server, "--speculative-eagle-topk")
+    if server.tree and (chosen or not asked):
         topk, tokens = server.get("speculative_eagle_topk"), server.get("speculative_num_draft_tokens")
         yield server.area.ok(f"a tree of drafts (topk {topk}, {tokens} tokens): K is 0 or the whole tree")
+        if asked:
+            yield server.area.warning("--speculative-adaptive with a tree: SGLang switches it off", "leave it out")
         return
-    if server.get("speculative_adaptive", False):
+    if in_force:
         yield server.area.ok("--speculative-adaptive is in force" if server.running else "--speculative-adaptive")
-    elif "--speculative-adaptive" in _words(server.command):
+    elif asked:
         yield server.area.problem(
             "--speculative-adaptive was given, and SGLang has switched it off",
             "its log names the reason in the line `speculative_adaptive disabled`",
@@ -221,11 +225,9 @@ def check_adaptive(server: Server) -> Iterator[Check]:
         )
 
 
-def _words(command: str) -> list[str]:
-    try:
-        return shlex.split(command)
-    except ValueError:  # SGLang joins the words without quoting
-        return command.split()
+def _names(server: Server, option: str) -> bool:
+    """Return whether a running server's command line has an option, spelt out."""
+    return any(word.partition("=")[0] == option for word in server.command.split())
 
 
 def check_candidates(server: Server, settings: Settings | None) -> Iterator[Check]:
@@ -322,7 +324,7 @@ def check_skip(server: Server, settings: Settings | None) -> Iterator[Check]:
 def check_capacity(server: Server) -> Iterator[Check]:
     """Check what bounds the batch."""
     most = server.get("max_running_requests")
-    asked = any(word.partition("=")[0] == "--max-running-requests" for word in _words(server.command))
+    asked = _names(server, "--max-running-requests")
     default = most == DEFAULT_RUNNING_REQUESTS and server.command and not asked if server.running else most is None
     if default:
         yield server.area.warning(
@@ -347,7 +349,7 @@ def check_capacity(server: Server) -> Iterator[Check]:
 
 
 def check_loop(server: Server) -> Iterator[Check]:
-    """Check what keeps tables from being taken in, and what SGLang leaves out under speculation."""
+    """Check what keeps tables from being taken in, or steps from being decided by them."""
     interval = server.get("scheduler_recv_interval", 1)
     if interval > 1:
         yield server.area.warning(
@@ -359,9 +361,11 @@ def check_loop(server: Server) -> Iterator[Check]:
             "--sleep-on-idle: an idle server takes no table in until the next request",
             "leave it out, or expect `pending` in `specpilot status` and no `specpilot compare`",
         )
-    if server.get("enable_mixed_chunk", False) and server.get("speculative_algorithm") and not server.running:
+    if server.get("enable_mixed_chunk", False):
         yield server.area.warning(
-            "--enable-mixed-chunk: SGLang silently switches it off under speculation", "leave it out"
+            "--enable-mixed-chunk: in a step mixed with a prefill every running request decodes one token, whatever "
+            "the table says",
+            "leave it out, unless it was measured to gain",
         )
 
 

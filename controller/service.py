@@ -19,8 +19,10 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from controller.board import Board, ServerSnapshot, Snapshot
 from controller.config import Config, ConfigError, GoodputPolicy, default_endpoint
 from controller.endpoint import Endpoint
+from controller.history import History
 from controller.pace import Pace
 from controller.priors import PriorStore
 from controller.status import ControllerStatus, ServerStatus
@@ -28,6 +30,7 @@ from controller.switchback import Arm, Switchback, fallback_plan
 from controller.trace import TraceWriter, check_directory
 from policies.cost_prior import fingerprint
 from policies.interface import Plan, Policy, PolicyError
+from policies.knowledge import Knowledge
 from sglang_hooks.wire import (
     MASKED,
     DecisionSource,
@@ -110,6 +113,7 @@ class Session:
         self.records_lost = 0
         self.next_seq: int | None = None
         self.recent: deque[tuple[float, int, int]] = deque(maxlen=RECENT_STEPS)
+        self.history = History()
 
     def learn(self, batch: StepBatch) -> None:
         """Take in a batch of records: count what is missing, log, learn."""
@@ -128,7 +132,9 @@ class Session:
             # A chain's width tells the K that ran; a tree has one width for its one K.
             tree = self.hello is not None and self.hello.topk > 1
             steps = record.steps if tree else record.draft_tokens - 1
-            self.recent.append((record.seconds if back_to_back else 0.0, sum(live) + len(live), steps))
+            seconds, tokens = record.seconds if back_to_back else 0.0, sum(live) + len(live)
+            self.recent.append((seconds, tokens, steps))
+            self.history.add(record, steps, tokens, seconds, now)
         self.records += len(batch.records)
         if self.trace is not None:
             self.trace.append(batch.records)
@@ -158,8 +164,22 @@ class Session:
             "set SPECPILOT_SERVER_ID in the environment of one"
         )
 
-    def status(self, now: float) -> ServerStatus:
-        """Return what an operator may want to know."""
+    def snapshot(self, now: float) -> ServerSnapshot:
+        """Return all that may be told of this server."""
+        knowledge = self._describe()
+        totals, hour = self.history.totals(), self.history.hour()
+        return ServerSnapshot(self._status(now, knowledge), knowledge, totals, hour, self.failed)
+
+    def _describe(self) -> Knowledge | None:
+        if self.failed:
+            return None
+        try:
+            return self.policy.describe()
+        except Exception:
+            self.fail("telling what it knows")
+            return None
+
+    def _status(self, now: float, knowledge: Knowledge | None) -> ServerStatus:
         hello, state = self.hello, self.state
         assert hello is not None
         source = state.source if state is not None else DecisionSource.FALLBACK
@@ -207,6 +227,7 @@ class Session:
                 )
             ),
             switchback=switchback,
+            expected_gain=knowledge.gain() if knowledge is not None else None,
         )
 
 
@@ -247,6 +268,10 @@ class Service:
         self._strangers: dict[bytes, Stranger] = {}
         self._refused = 0
         self._stopping = False
+        self.board = Board()
+        self._poller = zmq.Poller()
+        self._poller.register(self._endpoint.socket, zmq.POLLIN)
+        self._poller.register(self.board, zmq.POLLIN)
 
     @property
     def endpoint(self) -> str:
@@ -268,10 +293,11 @@ class Service:
                 if session.trace is not None:
                     session.trace.close()
             self._endpoint.close()
+            self.board.close()
 
     def turn(self) -> None:
         """One round: wait at most POLL_SECONDS for messages, then do what time demands."""
-        if self._endpoint.socket.poll(int(POLL_SECONDS * 1000)):
+        if self._poller.poll(int(POLL_SECONDS * 1000)):
             for _ in range(MESSAGES_PER_TURN):
                 try:
                     frames = self._endpoint.socket.recv_multipart(zmq.NOBLOCK)
@@ -279,6 +305,7 @@ class Service:
                     break
                 self._receive(frames)
         self._tend()
+        self.board.answer(self.snapshot)
 
     def _tend(self) -> None:
         """Do what time demands."""
@@ -519,7 +546,15 @@ class Service:
 
     def status(self) -> ControllerStatus:
         """Return the report behind ``specpilot status``."""
+        return self.snapshot().status
+
+    def snapshot(self) -> Snapshot:
+        """Return all that may be told, of every server."""
         now = self._clock()
+        servers = {key: session.snapshot(now) for key, session in self._sessions.items()}
+        return Snapshot(now, self._status(now, [server.status for server in servers.values()]), servers)
+
+    def _status(self, now: float, servers: list[ServerStatus]) -> ControllerStatus:
         traces = [session.trace for session in self._sessions.values() if session.trace is not None]
         return ControllerStatus(
             version=version("specpilot"),
@@ -534,5 +569,6 @@ class Service:
             trace_error="; ".join(trace.last_error for trace in traces if trace.last_error),
             refused_messages=self._refused,
             prior_error=self._priors.error if self._priors is not None else "",
-            servers=[session.status(now) for session in self._sessions.values()],
+            servers=servers,
+            page=self.board.page,
         )

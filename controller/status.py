@@ -12,6 +12,7 @@ from rich.table import Table
 
 from controller.endpoint import socket_path
 from controller.switchback import SwitchbackStatus
+from policies.knowledge import Estimate, describe_gain
 from sglang_hooks.wire import (
     DecisionSource,
     DecisionTable,
@@ -65,6 +66,8 @@ class ServerStatus(msgspec.Struct, frozen=True):
     """What an operator should look at; empty if nothing."""
     switchback: SwitchbackStatus | None = None
     """What the policy gains, measured; None without a switchback."""
+    expected_gain: Estimate | None = None
+    """What the newest 256 steps gained over K=0, as the policy estimates, as a share; None if it cannot tell."""
 
 
 class ControllerStatus(msgspec.Struct, frozen=True):
@@ -84,6 +87,8 @@ class ControllerStatus(msgspec.Struct, frozen=True):
     prior_error: str
     """Why what was learned could not be kept on disk; empty while it can."""
     servers: list[ServerStatus]
+    page: str = ""
+    """Address of the web page, or why there is none; empty if none is asked for."""
 
 
 def fetch_status(endpoint: str, timeout: float = 2.0) -> ControllerStatus:
@@ -151,6 +156,8 @@ def print_status(status: ControllerStatus, console: Console) -> None:
     console.print(trace if status.trace_directory else "no trace is written (trace.directory is empty)")
     for error in filter(None, (status.trace_error, status.prior_error)):
         console.print(f"[red]{error}[/]")
+    if status.page:
+        console.print(f"page {status.page}", highlight=False)
     if status.refused_messages:
         console.print(f"[yellow]{status.refused_messages} messages were refused, see the log[/]")
     if not status.servers:
@@ -177,6 +184,8 @@ def _print_server(server: ServerStatus, console: Console) -> None:
     share = ", ".join(f"K={k} {100 * part:.0f} %" for k, part in server.share_by_steps.items()) or "no steps yet"
     grid.add_row("steps", f"now K={server.steps} of {server.candidate_steps}; {share}")
     grid.add_row("tokens/s", f"{server.tokens_per_second:,.0f}")
+    if server.expected_gain is not None:
+        grid.add_row("expected", describe_gain(server.expected_gain) + " over K=0")
     if server.switchback is not None:
         grid.add_row("gain", server.switchback.text)
     lost = f", [red]{server.records_lost:,} lost[/]" if server.records_lost else ""

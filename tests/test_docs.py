@@ -20,6 +20,7 @@ from controller.config import Config, load_config
 from controller.status import ControllerStatus, ServerStatus, print_status
 from controller.switchback import SwitchbackStatus
 from controller.trace import SCHEMA
+from policies.knowledge import Estimate
 from sglang_hooks.agent import Agent, ServerFacts
 from sglang_hooks.settings import OPTIONS, Settings
 from sglang_hooks.table_policy import TablePolicy
@@ -129,7 +130,7 @@ def test_status_lines_and_fields() -> None:
         silent_seconds=0.0, source="TABLE", steps=1, table=table(), reason="r", table_age_seconds=1.0,
         pending_epoch=2, confirmed_ranks=0, tp_size=2, records=1, records_lost=1, tokens_per_second=1.0,
         share_by_steps={"1": 1.0}, counters={"hook_failures": 1}, note="n",
-        switchback=SwitchbackStatus("policy", 1, None, 0, 5, 0, 0.0),
+        switchback=SwitchbackStatus("policy", 1, None, 0, 5, 0, 0.0), expected_gain=Estimate(0.1, 0.05, 0.2),
     )  # fmt: skip
     controller = ControllerStatus(
         version="1", pid=1, endpoint="e", policy="p", uptime_seconds=1.0, trace_directory="d", trace_written=1,

@@ -6,6 +6,7 @@ key, a wrong type or a value out of range is an error that names the key and the
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -133,6 +134,48 @@ class SwitchbackConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
+class WebConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[web]``: the page, metrics and JSON over HTTP; switched off with ``listen = ""``."""
+
+    listen: str = "127.0.0.1:7411"
+    """``HOST:PORT``; anything but loopback needs a token."""
+    token_file: str = ""
+    """File with the token that every reader must show; empty: none, which only loopback may have."""
+
+    def __post_init__(self) -> None:
+        if not self.listen:
+            return
+        host, _ = self.address
+        if not self.token_file and not is_loopback(host):
+            raise ValueError(
+                f"web.listen = {self.listen!r} is open to the network and needs a token: write one into a file "
+                "(`openssl rand -hex 32`) and name it in web.token_file, or listen on 127.0.0.1"
+            )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of ``listen``; ValueError if it is not that."""
+        host, _, port = self.listen.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not host or not port.isdecimal() or int(port) > 65_535:
+            raise ValueError(f"web.listen = {self.listen!r}: use HOST:PORT such as 127.0.0.1:7411, or '' for none")
+        return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Does ``host`` mean this machine alone?
+
+    >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "example.org")]
+    [True, True, True, False, False]
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole file."""
 
@@ -141,6 +184,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trace: TraceConfig = TraceConfig()
     prior: PriorConfig = PriorConfig()
     switchback: SwitchbackConfig = SwitchbackConfig()
+    web: WebConfig = WebConfig()
 
     def __post_init__(self) -> None:
         endpoint = self.controller.endpoint

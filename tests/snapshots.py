@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 
 import msgspec
 
@@ -23,20 +24,26 @@ SERVER = hello(captured_batch_sizes=CAPTURED, candidate_steps=[0, 1, 3])
 
 
 def learned(
-    steps: int = 4000, acceptance: float = 0.7, server: Hello = SERVER, policy: Policy | None = None
+    steps: int = 4000,
+    acceptance: float = 0.7,
+    server: Hello = SERVER,
+    policy: Policy | None = None,
+    batches: Sequence[int] = (8, 64),
 ) -> tuple[Policy, History]:
-    """Return a policy that has seen the demo's card serve batches of 8, then of 64, and what it saw."""
+    """Return a policy that has seen the demo's card serve ``batches``, one after the other, and what it saw."""
     rng = random.Random(1)
     policy = policy or Goodput()
     history = History()
     plan = policy.decide(server, 0.0)
     for seq in range(steps):
-        batch = 8 if seq < steps // 2 else 64
+        batch = batches[seq * len(batches) // steps]
         if seq % 50 == 0:
             plan = policy.decide(server, seq * 0.01)
         cell = plan.grid.cell(batch, 500.0)
         k = plan.choice[cell]
-        if seq % (steps // 2) < steps // 8:  # blocks of 8 at first: a step after a switch tells no cost
+        if (
+            seq % (steps // len(batches)) < steps // len(batches) // 4
+        ):  # blocks of 8 at first: a step after a switch tells no cost
             k = server.candidate_steps[seq // 8 % len(server.candidate_steps)]
         accepted = [next((j for j in range(k) if rng.random() > acceptance), k) for _ in range(batch)]
         seconds = H200_8B.decode_seconds(k, batch) * rng.gauss(1.0, 0.01)

@@ -16,8 +16,8 @@ from PIL import Image
 
 from tests.web_rig import browser, running
 
-SECONDS = 100.0
-"""Of the servers' time, so that both kinds of text and some bursts are in the picture."""
+SECONDS = 135.0
+"""To wait: both kinds of text and some bursts are in the picture then, and the first kind has come back."""
 
 
 def main() -> int:
@@ -27,7 +27,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, browser() as chromium:
         servers = ("gpu-a:30000", "gpu-b:30000")
-        with running(Path(folder), servers, seconds=options.seconds + 60.0) as rig:
+        with running(Path(folder), servers, seconds=options.seconds + 25.0) as rig:
             for name, width, height, scheme, batch in (
                 ("web-light", 1280, 968, "light", "8,"),
                 ("web-dark-phone", 390, 1300, "dark", "61"),

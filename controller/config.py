@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import msgspec
 
-from policies.goodput import Goodput
 from policies.interface import Policy
 from policies.static import Static
 from policies.threshold import Threshold
@@ -66,6 +65,8 @@ class GoodputPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
     def build(self, prior: dict[str, Any] | None = None) -> Policy:
         """Return a fresh policy for one server; ``prior`` as it was stored."""
+        from policies.goodput import Goodput  # and with it numpy, which ``specpilot status`` does without
+
         return Goodput(prior, self.time_per_output_token, self.max_steps, self.exploration_floor)
 
 

@@ -41,7 +41,9 @@ def main() -> int:
                 page.mouse.move(0, 0)
                 page.evaluate("document.activeElement.blur()")
                 picture = Image.open(io.BytesIO(page.screenshot()))
-                picture.quantize(128).save(options.folder / f"{name}.png", optimize=True)
+                picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE).save(
+                    options.folder / f"{name}.png", optimize=True
+                )
                 page.close()
     return 0
 

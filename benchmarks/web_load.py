@@ -115,14 +115,14 @@ class Reader(threading.Thread):
 
 
 def timed(do: Callable[[], object], times: int) -> dict[str, float]:
-    """Return the median and the worst, in milliseconds."""
+    """Return the least, the median and the most, in milliseconds."""
     spent = []
     for _ in range(times):
         begun = time.perf_counter()
         do()
         spent.append(1e3 * (time.perf_counter() - begun))
         time.sleep(0.25)  # else one snapshot would answer several
-    return {"median": round(statistics.median(spent), 1), "most": round(max(spent), 1)}
+    return {"least": round(min(spent), 1), "median": round(statistics.median(spent), 1), "most": round(max(spent), 1)}
 
 
 def scrape(rig: Rig) -> int:

@@ -6,6 +6,8 @@ and K, which the page takes apart by position.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import msgspec
 
 from controller.board import ServerSnapshot, Snapshot
@@ -48,7 +50,7 @@ class CellView(msgspec.Struct, frozen=True):
     visits: int
     """Of the newest 256 steps."""
     why: str
-    options: list[KView]
+    options: tuple[KView, ...]
     """Empty where the policy does not tell."""
 
 
@@ -281,9 +283,9 @@ def _cells(server: ServerSnapshot) -> list[CellView]:
     status, knowledge, table = server.status, server.knowledge, server.status.table
     if knowledge is None:
         if table is None:
-            return [CellView(status.steps, [], 0, "No table is in force: the server runs its fallback.", [])]
+            return [CellView(status.steps, [], 0, "No table is in force: the server runs its fallback.", ())]
         why = f"Policy {table.policy}: {status.reason}."
-        return [CellView(k, kept, 0, why, []) for k, kept in zip(table.choice, table.keep, strict=True)]
+        return [CellView(k, kept, 0, why, ()) for k, kept in zip(table.choice, table.keep, strict=True)]
     in_force = table if table is not None and _edges(knowledge, None) == _edges(None, table) else None
     visits = knowledge.visits()
     return [
@@ -296,8 +298,8 @@ def _cell(
 ) -> CellView:
     if outlook is None:
         steps = table.choice[index] if table is not None else status.steps
-        return CellView(steps, [], visits, "Not decided yet: the fallback holds.", [])
-    why = outlook.explain()
+        return CellView(steps, [], visits, "Not decided yet: the fallback holds.", ())
+    why, options = _told(outlook)
     steps, keep = outlook.choice, list(outlook.keep)
     if table is not None:
         steps, keep = table.choice[index], table.keep[index]
@@ -308,8 +310,13 @@ def _cell(
             why += f" To learn, it tries {tried} of the blocks."
     if keep:
         why += f" If {_either(keep)} is in force already it may stay: about as good, or not worth the switch."
-    options = [_k_view(outlook, option) for option in outlook.options()]
     return CellView(steps, keep, visits, why, options)
+
+
+@lru_cache(maxsize=4096)
+def _told(outlook: Outlook) -> tuple[str, tuple[KView, ...]]:
+    """Return sentence and options of a cell; most cells are as they were half a second ago."""
+    return outlook.explain(), tuple(_k_view(outlook, option) for option in outlook.options())
 
 
 def _either(steps: list[int]) -> str:

@@ -41,9 +41,7 @@ def main() -> int:
                 page.mouse.move(0, 0)
                 page.evaluate("document.activeElement.blur()")
                 picture = Image.open(io.BytesIO(page.screenshot()))
-                picture.convert("RGB").quantize(256, kmeans=4).save(
-                    options.folder / f"{name}.png", optimize=True
-                )
+                picture.convert("RGB").quantize(256, kmeans=4).save(options.folder / f"{name}.png", optimize=True)
                 page.close()
     return 0
 

@@ -216,3 +216,21 @@ def test_figures_of_the_fit() -> None:
     ]
     assert f"mean batch of {measured['mean_batch']}\n" in text
     assert f"{starts['fitted']['runs']} runs on five" in text
+
+
+def test_figures_of_the_web_page() -> None:
+    measured = json.loads((ROOT / "benchmarks/web_load.json").read_text())
+    quiet, again, browser, ten = (
+        f"{100 * measured[f'share_{of}']:.1f} %" for of in ("nobody", "nobody_again", "browser", "ten_readers")
+    )
+    scrape, status = measured["scrape_ms"], measured["status_ms"]
+    documented = [row[1] for row in rows(section("measurements.md", "The web page"))]
+    assert documented == [
+        f"{quiet} and {again} of a core",
+        f"{browser} of a core",
+        f"{ten} of a core",
+        f"{scrape['median']} / {scrape['most']} ms",
+        f"{status['median']} / {status['most']} ms",
+    ]
+    assert f"at {measured['updates_per_second']} updates" in section("measurements.md", "The web page")
+    assert measured["date"] in section("measurements.md", "The web page")

@@ -101,16 +101,14 @@ function showServers(view) {
 }
 
 function showVerdict(server) {
-  const gain = server.gain;
-  const share = gain ? Math.round(100 * gain[0]) : 0;
-  const word = !gain ? "What speculation gains is not known" : share > 0 ? "Speculation is gaining" : share < 0 ? "Speculation is costing" : "Speculation neither gains nor costs";
-  $("verdict").classList.toggle("gaining", share > 0 && gain[1] > 0);
-  $("verdict").classList.toggle("costing", share < 0 && gain[2] < 0);
-  say($("gain-word"), word);
-  say($("gain"), share ? percent(Math.abs(gain[0])) : "");
-  const ends = gain ? [gain[1], gain[2]].map((end) => (share < 0 ? -end : end)).sort((a, b) => a - b) : [];
-  say($("gain-interval"), share ? `${percent(ends[0]).replace(" %", "")} to ${percent(ends[1])}` : "");
-  say($("gain-note"), gain ? "tokens a second of decoding, against none (K=0), estimated from the newest 256 steps" : unknown(server));
+  const verdict = judged(server);
+  $("verdict").classList.toggle("gaining", verdict.sure > 0);
+  $("verdict").classList.toggle("costing", verdict.sure < 0);
+  say($("gain-word"), verdict.word);
+  say($("gain"), verdict.share === undefined ? "" : percent(Math.abs(verdict.share)));
+  const ends = (verdict.ends ?? []).map((end) => (verdict.share < 0 ? -end : end)).sort((a, b) => a - b);
+  say($("gain-interval"), ends.length ? `${percent(ends[0]).replace(" %", "")} to ${percent(ends[1])}` : "");
+  say($("gain-note"), verdict.note);
   say($("measured"), server.measured ? `Measured: ${server.measured}` : "");
   say($("k-now"), String(server.steps));
   say($("tokens-now"), whole(server.tokens_per_second));
@@ -127,6 +125,24 @@ function showVerdict(server) {
   }));
   $("share").setAttribute("aria-label", `of the newest 512 steps: ${said || "none yet"}`);
   say($("decides"), `of the newest 512 steps · decided by ${server.decides} · ${server.table}`);
+}
+
+// What speculation gains in the newest steps; where it is off, what it would cost instead.
+function judged(server) {
+  const estimated = "tokens a second of decoding, against none (K=0), estimated from the newest 256 steps";
+  if (!server.gain) return { word: "What speculation gains is not known", note: unknown(server) };
+  const [share, low, high] = server.gain;
+  const rounded = Math.round(100 * share);
+  if (rounded) {
+    const sure = rounded > 0 && low > 0 ? 1 : rounded < 0 && high < 0 ? -1 : 0;
+    return { word: rounded > 0 ? "Speculation is gaining" : "Speculation is costing", share, ends: [low, high], sure, note: estimated };
+  }
+  const now = server.cells[server.busiest];
+  const best = now?.options.filter(([k]) => k > 0).sort((a, b) => b[3] - a[3])[0];
+  if (now?.steps === 0 && best && best[4][0] < 0) {
+    return { word: "Speculation is off: it would cost", share: best[4][0], ends: best[4].slice(1), note: `tokens a second of decoding, at the present load, with K=${best[0]}` };
+  }
+  return { word: "Speculation neither gains nor costs", note: estimated };
 }
 
 const unknown = (server) =>

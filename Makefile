@@ -1,17 +1,22 @@
 # make demo   a simulated server steered by a real controller: a live view, then a picture
-# make test   the whole test suite, against the real classes of SGLang 0.5.23
+# make test   the whole test suite, against the real classes of SGLang 0.5.23 and the source of each version supported
 # Each makes its own virtual environment once and reuses it.
 PYTHON ?= python3
 DEMO := .venv/demo
 TEST := .venv/test
+WHEELS := .venv/sglang
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test fuzz lint docs bench clean
 
 demo: $(DEMO)/ready
 	$(DEMO)/bin/specpilot demo
 
-test: $(TEST)/ready
+test: $(TEST)/ready $(WHEELS)/ready
 	$(TEST)/bin/python -m pytest -q
+
+# New inputs each time, about ten minutes; what it finds becomes an @example.
+fuzz: $(TEST)/ready
+	FUZZ_EXAMPLES=5000 $(TEST)/bin/python -m pytest -q --timeout 0 tests/test_fuzz.py
 
 lint: $(TEST)/ready
 	$(TEST)/bin/ruff check .
@@ -36,6 +41,11 @@ $(TEST)/ready: pyproject.toml
 	$(PYTHON) -m venv $(TEST)
 	$(TEST)/bin/pip install --quiet --upgrade pip
 	$(TEST)/bin/pip install --quiet torch==2.14.1 torchvision==0.29.1 sglang==0.5.23 --editable '.[test,lint,docs]'
+	touch $@
+
+# 150 MB: the wheels of the supported SGLang versions, read by tests/contract and never installed.
+$(WHEELS)/ready: sglang_hooks/contract.py | $(TEST)/ready
+	$(TEST)/bin/python -m tests.contract.wheels $(WHEELS)
 	touch $@
 
 clean:

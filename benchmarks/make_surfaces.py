@@ -68,6 +68,17 @@ def renamed(cells: list[dict[str, Any]], arm: str) -> list[dict[str, Any]]:
     return [{**cell, "arm": arm} for cell in cells]
 
 
+def skipping(name: str, arms: dict[str, list[dict[str, Any]]], source: str) -> dict[str, Any]:
+    """The surface ``name`` with the decode-mode skip, which skip_parity.json holds against no speculation."""
+    return {
+        "label": f"as {name}, but K=0 at the cost of no speculation, as the decode-mode skip; {source}",
+        "skip": "decode",
+        "cells": [
+            cell for arm, cells in arms.items() for cell in (renamed(arms["none"], arm) if arm == "K=0" else cells)
+        ],
+    }
+
+
 def surfaces() -> dict[str, dict[str, Any]]:
     """The contents of every file, by name."""
     found = {}
@@ -81,27 +92,21 @@ def surfaces() -> dict[str, dict[str, Any]]:
                 "label": f"measured: FlashAttention-3, K=0 as SGLang has it; {source}; {missing}",
                 "cells": every,
             }
-            found["h200-native-skip"] = {
-                "label": "as h200-sglang, but K=0 at the cost of no speculation, as the decode-mode skip; "
-                f"{source}; {missing}",
-                "cells": [
-                    cell
-                    for arm, cells in arms.items()
-                    for cell in (renamed(arms["none"], arm) if arm == "K=0" else cells)
-                ],
-            }
+            found["h200-native-skip"] = skipping("h200-sglang", arms, f"{source}; {missing}")
         else:
             found["h200-triton"] = {
                 "label": f"measured: triton attention, K=0 as SGLang has it; {source}; {missing}",
                 "cells": every,
             }
+            found["h200-triton-skip"] = skipping("h200-triton", arms, f"{source}; {missing}")
     return found
 
 
 def text_of(surface: dict[str, Any]) -> str:
     """JSON with one cell a line."""
     cells = ",\n".join(json.dumps(cell) for cell in surface["cells"])
-    return f'{{"label": {json.dumps(surface["label"])},\n"cells": [\n{cells}\n]}}\n'
+    head = "".join(f'"{key}": {json.dumps(surface[key])},\n' for key in ("label", "skip") if key in surface)
+    return f'{{{head}"cells": [\n{cells}\n]}}\n'
 
 
 def main() -> int:

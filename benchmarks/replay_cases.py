@@ -25,7 +25,7 @@ from policies.interface import Plan, Policy
 from policies.peers import Truth
 from sglang_hooks.wire import Hello, StepRecord
 
-SURFACES = ("h200-sglang", "h200-native-skip", "h200-triton", "moe", "context")
+SURFACES = ("h200-sglang", "h200-native-skip", "h200-triton", "h200-triton-skip", "moe", "context")
 CONCURRENCY = (1, 8, 16, 64, 128, 256)
 LOADS = (0.5, 1.0, 2.0)
 FIXED_WITHIN = 0.03
@@ -143,6 +143,7 @@ WRONG_SURFACE = {
     "h200-sglang": "h200-triton",
     "h200-native-skip": "h200-triton",
     "h200-triton": "h200-native-skip",
+    "h200-triton-skip": "h200-native-skip",
     "moe": "context",
     "context": "moe",
 }

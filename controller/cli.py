@@ -1,10 +1,11 @@
-"""The command line: ``specpilot controller | status | trace info | replay | demo | bench hook``."""
+"""The command line: ``specpilot controller | status | set | trace info | replay | demo | bench hook``."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from controller.config import ConfigError, default_endpoint, load_config
+from sglang_hooks.connection import KeyFiles
 
 FAILED = 1
 USAGE = 2
@@ -45,11 +47,23 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_controller)
 
     command = commands.add_parser("status", help="what every server does now, and who decided it")
-    command.add_argument(
-        "--endpoint", default="", help="of the controller (default: $SPECPILOT_ENDPOINT, or its default)"
-    )
+    _add_controller(command)
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.set_defaults(run=_status)
+
+    command = commands.add_parser("set", help="change policy, mode or switchback while everything runs, or show them")
+    command.add_argument("values", nargs="*", metavar="KEY=VALUE", help="such as policy.max_steps=3; KEY= undoes it")
+    command.add_argument("--server", default="", metavar="NAME", help="only of this one (default: of all)")
+    command.add_argument("--for", dest="seconds", type=float, default=0.0, metavar="SECONDS", help="and then undo it")
+    command.add_argument("--reset", action="store_true", help="first take back everything that was set")
+    _add_controller(command)
+    command.add_argument("--json", action="store_true", help="print what is in force as JSON")
+    command.set_defaults(run=_set)
+
+    command = commands.add_parser("keygen", help="CURVE keys for a controller on tcp://, and what to set where")
+    command.add_argument("folder", type=Path, metavar="DIR", help="for the key files, new or of an earlier keygen")
+    command.add_argument("--client", default="client", metavar="NAME", help="whose pair is made (default: client)")
+    command.set_defaults(run=_keygen)
 
     trace = commands.add_parser("trace", help="look into trace logs").add_subparsers(required=True, metavar="WHAT")
     command = trace.add_parser("info", help="what a trace holds, what it lost, and whether it is whole")
@@ -110,6 +124,24 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", type=Path, help="write the rows")
     command.set_defaults(run=_evaluate)
 
+    command = commands.add_parser("compare", help="skip, each static K and the learned policy on a live server")
+    command.add_argument("url", metavar="URL", type=_url, help="of the server, such as http://127.0.0.1:30000")
+    command.add_argument("--server", default="", metavar="NAME", help="its name here, if several are connected")
+    command.add_argument("--concurrency", type=int, nargs="+", metavar="N", help="(default: 1 2 5 10 30 70 100 250)")
+    command.add_argument("--requests", type=int, default=0, help="of each run (default: 5 times N, at least 10)")
+    command.add_argument(
+        "--arms", nargs="+", default=[], metavar="ARM", help="such as skip static:3 goodput configured"
+    )
+    command.add_argument("--repetitions", type=int, default=3, help="of everything, for the intervals")
+    command.add_argument(
+        "--generator", default="", metavar="COMMAND", help="(default: python -m sglang.benchmark.serving)"
+    )
+    command.add_argument("--load", default="", metavar="ARGUMENTS", help="more of the generator's, in one quoted text")
+    command.add_argument("--json", type=Path, help="write every run and what comes of them")
+    command.add_argument("--png", type=Path, help="write a plot; needs matplotlib")
+    _add_controller(command)
+    command.set_defaults(run=_compare)
+
     command = commands.add_parser("demo", help="a simulated server steered by a real controller, and a picture of it")
     command.add_argument("--seconds", type=float, default=30.0)
     command.add_argument("--json", type=Path, help="write a summary for scripts")
@@ -130,15 +162,35 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_controller(command: argparse.ArgumentParser) -> None:
+    """Where the controller is that a command asks, and with which keys."""
+    command.add_argument(
+        "--endpoint", default="", help="of the controller (default: $SPECPILOT_ENDPOINT, or its default)"
+    )
+    command.add_argument("--client-key", default="", help="key pair for tcp:// (default: $SPECPILOT_CLIENT_KEY)")
+    command.add_argument(
+        "--controller-key", default="", help="the controller's public key (default: $SPECPILOT_CONTROLLER_KEY)"
+    )
+
+
+def _endpoint_and_keys(options: argparse.Namespace) -> tuple[str, KeyFiles]:
+    keys = KeyFiles(
+        options.client_key or os.environ.get("SPECPILOT_CLIENT_KEY", ""),
+        options.controller_key or os.environ.get("SPECPILOT_CONTROLLER_KEY", ""),
+    )
+    return options.endpoint or os.environ.get("SPECPILOT_ENDPOINT") or default_endpoint(), keys
+
+
 def _controller(options: argparse.Namespace, console: Console) -> int:  # noqa: ARG001
     from controller.service import Service
     from controller.web import Page
 
     config = load_config(options.config)
     page = Page(config.web)
-    service = Service(config)
+    service = Service(config, file=options.config)
     signal.signal(signal.SIGTERM, lambda *_: service.stop())
     signal.signal(signal.SIGINT, lambda *_: service.stop())
+    signal.signal(signal.SIGHUP, lambda *_: service.reload())
     logging.getLogger(__name__).info(
         "listening; start servers with SPECPILOT_ENDPOINT=%s in their environment", service.endpoint
     )
@@ -152,9 +204,9 @@ def _status(options: argparse.Namespace, console: Console) -> int:
 
     from controller.status import StatusError, fetch_status, print_status
 
-    endpoint = options.endpoint or os.environ.get("SPECPILOT_ENDPOINT") or default_endpoint()
+    endpoint, keys = _endpoint_and_keys(options)
     try:
-        status = fetch_status(endpoint)
+        status = fetch_status(endpoint, keys=keys)
     except StatusError as error:
         sys.stderr.write(f"specpilot: {error}\n")
         return FAILED
@@ -162,6 +214,27 @@ def _status(options: argparse.Namespace, console: Console) -> int:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(status)).decode() + "\n")
     else:
         print_status(status, console)
+    return 0
+
+
+def _set(options: argparse.Namespace, console: Console) -> int:
+    from controller.set_command import set_command
+    from controller.status import StatusError
+
+    endpoint, keys = _endpoint_and_keys(options)
+    try:
+        return set_command(
+            endpoint, keys, options.values, options.server, options.seconds, options.reset, options.json, console
+        )
+    except StatusError as error:
+        sys.stderr.write(f"specpilot: {error}\n")
+        return FAILED
+
+
+def _keygen(options: argparse.Namespace, console: Console) -> int:  # noqa: ARG001
+    from controller.keys import describe_keys, make_keys
+
+    sys.stdout.write(describe_keys(make_keys(options.folder, options.client), options.client))
     return 0
 
 
@@ -249,6 +322,33 @@ def _evaluate(options: argparse.Namespace, console: Console) -> int:
 
     request = Request(options.traces, options.policy, options.server, options.json, options.replay_seconds)
     return evaluate_command(request, console)
+
+
+def _url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError("use http://HOST:PORT or https://HOST:PORT")
+    return text.rstrip("/")
+
+
+def _compare(options: argparse.Namespace, console: Console) -> int:
+    from controller.compare import CONCURRENCY, Request, compare
+
+    endpoint, keys = _endpoint_and_keys(options)
+    request = Request(
+        url=options.url,
+        endpoint=endpoint,
+        keys=keys,
+        server=options.server,
+        concurrency=options.concurrency or CONCURRENCY,
+        arms=options.arms,
+        repetitions=options.repetitions,
+        requests=options.requests,
+        generator=options.generator,
+        load=shlex.split(options.load),
+        json=options.json,
+        png=options.png,
+    )
+    return compare(request, console)
 
 
 def _demo(options: argparse.Namespace, console: Console) -> int:

@@ -9,17 +9,25 @@ from __future__ import annotations
 import ipaddress
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import msgspec
 
-from policies.interface import Policy
+from policies.bounds import bounded
+from policies.interface import Plan, Policy
 from policies.static import Static
 from policies.threshold import Threshold
+from sglang_hooks.connection import EndpointError, check_endpoint, is_tcp
+from sglang_hooks.settings import max_steps_by_batch
+from sglang_hooks.wire import Hello
+
+if TYPE_CHECKING:
+    from policies.goodput import Goodput
 
 Steps = Annotated[int, msgspec.Meta(ge=0, le=64)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Bytes = Annotated[int, msgspec.Meta(ge=1 << 16)]
+PathText = Annotated[str, msgspec.Meta(pattern=r"^[^\0]*$", max_length=4096)]
 
 
 class ConfigError(ValueError):
@@ -53,6 +61,9 @@ class ThresholdPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
         return Threshold(self.threshold, self.steps, self.band)
 
 
+DEFAULT_POLICY = ThresholdPolicy()
+
+
 class GoodputPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="goodput"):
     """``[policy] name = "goodput"``: learn what gives the most tokens per second."""
 
@@ -69,11 +80,15 @@ class GoodputPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
         return Goodput(prior, self.time_per_output_token, self.max_steps, self.exploration_floor)
 
+    def change(self, policy: Goodput) -> None:
+        """Give a running policy these settings; it keeps what it has learned."""
+        policy.configure(self.time_per_output_token, self.max_steps, self.exploration_floor)
+
 
 class NeuralPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="neural"):
     """``[policy] name = "neural"``: what a net fitted to traces of this server takes for best."""
 
-    model: Annotated[str, msgspec.Meta(min_length=1)]
+    model: Annotated[PathText, msgspec.Meta(min_length=1)]
     """File that ``specpilot fit-neural`` wrote."""
 
     def build(self, prior: dict[str, Any] | None = None) -> Policy:  # noqa: ARG002
@@ -87,8 +102,12 @@ class NeuralPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
 class ControllerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[controller]``: the socket and the pace."""
 
-    endpoint: str = ""
-    """``ipc:///path``; empty: ``controller.ipc`` in the runtime directory (see ``default_endpoint``)."""
+    endpoint: PathText = ""
+    """``ipc:///path`` or ``tcp://address:port``; empty: ``controller.ipc`` in the runtime directory."""
+    key: PathText = ""
+    """The controller's key pair, for tcp: what ``specpilot keygen`` wrote as ``controller.key_secret``."""
+    authorized_keys: PathText = ""
+    """Folder of the public keys that may connect, for tcp; looked at again every two seconds."""
     lease_seconds: Seconds = 5.0
     """How long a server trusts a table after the controller was last heard."""
     decide_seconds: Seconds = 0.5
@@ -98,7 +117,7 @@ class ControllerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TraceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[trace]``: the log of every step; switched off with ``directory = ""``."""
 
-    directory: str = "specpilot-trace"
+    directory: PathText = "specpilot-trace"
     segment_bytes: Bytes = 64 << 20
     """A new segment begins at about this size."""
     total_bytes: Bytes = 4 << 30
@@ -110,7 +129,7 @@ class TraceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PriorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[prior]``: what was learned, kept for the next start; switched off with ``directory = ""``."""
 
-    directory: str = "specpilot-prior"
+    directory: PathText = "specpilot-prior"
     save_seconds: Seconds = 60.0
     """Time between two writes; one more when the controller stops."""
 
@@ -177,38 +196,137 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BoundsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[bounds]``: what no table goes beyond, whoever decides."""
+
+    steps: list[Steps] = []
+    """Only these K; empty: every candidate of the server."""
+    max_steps_by_batch: str = ""
+    """``16:3,64:0``: at most 3 from batch size 16 on, 0 from 64 on; as SPECPILOT_MAX_STEPS_BY_BATCH on the server."""
+
+    def __post_init__(self) -> None:
+        try:
+            max_steps_by_batch(self.max_steps_by_batch)
+        except ValueError as error:
+            raise ValueError(f"bounds.max_steps_by_batch = {self.max_steps_by_batch!r}: {error}") from error
+
+    def apply(self, plan: Plan, server: Hello) -> Plan:
+        """Return the plan within the bounds; PolicyError if they leave this server nothing."""
+        return bounded(plan, server.candidate_steps, self.steps, max_steps_by_batch(self.max_steps_by_batch))
+
+
+class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What can be changed while the controller runs, and can differ between servers."""
+
+    mode: Literal["control", "shadow"] = "control"
+    """``shadow``: tables are decided and recorded, but not applied."""
+    policy: StaticPolicy | ThresholdPolicy | GoodputPolicy | NeuralPolicy = DEFAULT_POLICY
+    bounds: BoundsConfig = BoundsConfig()
+    switchback: SwitchbackConfig = SwitchbackConfig()
+
+
+class Config(ServerConfig, frozen=True, forbid_unknown_fields=True):
     """The whole file."""
 
     controller: ControllerConfig = ControllerConfig()
-    policy: StaticPolicy | ThresholdPolicy | GoodputPolicy | NeuralPolicy = ThresholdPolicy()
     trace: TraceConfig = TraceConfig()
     prior: PriorConfig = PriorConfig()
-    switchback: SwitchbackConfig = SwitchbackConfig()
     web: WebConfig = WebConfig()
+    servers: dict[str, ServerConfig] = {}
+    """By name, without the replica's number or with it; each whole, the keys of all servers included."""
 
     def __post_init__(self) -> None:
-        endpoint = self.controller.endpoint
-        if endpoint.startswith("tcp://"):
-            raise ValueError("controller.endpoint: tcp:// would be open to the whole network; use ipc:///path")
-        if endpoint and not endpoint.startswith("ipc:///"):
-            raise ValueError(f"controller.endpoint = {endpoint!r}: use ipc:// and an absolute path")
+        own = self.controller
+        if own.endpoint:
+            try:
+                check_endpoint(own.endpoint)
+            except EndpointError as error:
+                raise ValueError(f"controller.endpoint = {own.endpoint!r}: {error}") from error
+        if is_tcp(own.endpoint) and not (own.key and own.authorized_keys):
+            raise ValueError(
+                "controller.endpoint: tcp:// is open to the whole network, so it needs controller.key and "
+                "controller.authorized_keys: make them with `specpilot keygen`"
+            )
+        if not is_tcp(own.endpoint) and (own.key or own.authorized_keys):
+            raise ValueError("controller.key and controller.authorized_keys are for a tcp:// endpoint only")
         if self.trace.segment_bytes > self.trace.total_bytes:
             raise ValueError("trace.segment_bytes is larger than trace.total_bytes")
+
+    def for_server(self, key: str) -> ServerConfig:
+        """Return what holds for the server ``NAME/RANK``."""
+        own = self.servers.get(key) or self.servers.get(key.rpartition("/")[0])
+        return own or ServerConfig(**{name: getattr(self, name) for name in ServerConfig.__struct_fields__})
+
+    @property
+    def all_servers(self) -> list[ServerConfig]:
+        """What holds for any server: the common part, and that of each one named."""
+        return [self, *self.servers.values()]
+
+
+Document = dict[str, Any]
+"""A TOML file as it was parsed."""
 
 
 def load_config(path: Path | None) -> Config:
     """Read ``path`` (None: all defaults); raise ConfigError naming what is wrong with it."""
-    if path is None:
-        return Config()
+    return Config() if path is None else config_of(read_document(path), str(path))
+
+
+def read_document(path: Path) -> Document:
+    """Return the file as tables, unchecked; ConfigError if it cannot be read or is no TOML."""
     try:
-        text = path.read_bytes()
+        return cast(Document, msgspec.toml.decode(path.read_bytes()))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
-    try:
-        return msgspec.toml.decode(text, type=Config)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def config_of(document: Document, source: str) -> Config:
+    """Check a document, and give each server the keys of all servers that it does not set itself."""
+    common = {name: value for name, value in document.items() if name != "servers"}
+    servers = document.get("servers", {})
+    try:
+        config = msgspec.convert(common, Config)
+        if not isinstance(servers, dict):
+            raise ValueError('servers: use a section for each, such as [servers."node:30000"]')
+        shared = with_policy({name: common[name] for name in ServerConfig.__struct_fields__ if name in common})
+        found = {}
+        for name, own in servers.items():
+            # Of a replica first what is said of all replicas of its server.
+            lower = merged(shared, servers.get(name.rpartition("/")[0], {}))
+            try:
+                found[name] = msgspec.convert(merged(lower, own), ServerConfig)
+            except (msgspec.ValidationError, ValueError) as error:
+                raise ValueError(f"servers.{name}: {error}") from error
+        return msgspec.structs.replace(config, servers=found)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def with_policy(document: Document) -> Document:
+    """Name the default policy where none is, so that a higher layer may set its keys alone."""
+    return {"policy": {"name": DEFAULT_POLICY.__struct_config__.tag}, **document}
+
+
+def merged(below: Any, above: Any) -> Any:
+    """Return ``below`` with what ``above`` says instead; another policy replaces the lower one with all its keys.
+
+    >>> below = {"policy": {"name": "threshold", "threshold": 9}, "mode": "shadow"}
+    >>> merged(below, {"policy": {"steps": 3}})["policy"]
+    {'name': 'threshold', 'threshold': 9, 'steps': 3}
+    >>> merged(below, {"policy": {"name": "static", "steps": 3}})
+    {'policy': {'name': 'static', 'steps': 3}, 'mode': 'shadow'}
+    """
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return above
+    result = {**below}
+    for name, value in above.items():
+        lower = result.get(name)
+        if name == "policy" and isinstance(lower, dict) and isinstance(value, dict):
+            lower = lower if value.get("name", lower.get("name")) == lower.get("name") else None
+        result[name] = merged(lower, value)
+    return result
 
 
 def runtime_directory() -> Path:

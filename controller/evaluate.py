@@ -29,20 +29,15 @@ from controller.evaluate_steps import StepReader
 from controller.replay_policies import ReplayError, parse_policy, split_policies
 from controller.trace_checks import Chunk, Findings, chosen, empty, only, read_source, survey
 from controller.trace_reader import TraceError
-from policies.estimators import (
-    ESTIMATORS,
-    LEAST_ANSWERED,
-    Blocks,
-    Follower,
-    PolicySums,
-    Predicted,
-    SwitchSums,
-    Unanswered,
-    needed_floor,
-)
+from policies.bootstrap import Blocks
+from policies.estimators import ESTIMATORS, PolicySums
 from policies.exploration import BLOCK_STEPS
+from policies.follower import Follower
 from policies.interface import Plan, PolicyError
+from policies.overlap import LEAST_ANSWERED, Overlap, Unanswered, needed_floor
 from policies.peers import Truth
+from policies.step_model import Predicted
+from policies.switch_sums import SwitchSums
 from sglang_hooks.wire import Hello
 
 FAILED = 1
@@ -175,9 +170,7 @@ def evaluate(
     rows = [row for name in names for row in _rows(name, judged)]
     notes = []
     if judged.reader.unusable:
-        notes.append(
-            f"{judged.reader.unusable:,} steps are left out: their K is no candidate, or what was held is unknown"
-        )
+        notes.append(f"{judged.reader.unusable:,} steps are left out: their K is no candidate")
     if judged.switches.outliers:
         notes.append(f"the times of {judged.switches.outliers:,} steps are left out: far longer than any K explains")
     replayed = [name for name in names if name != "logged"]
@@ -221,7 +214,7 @@ class Judged:
     @property
     def steps(self) -> int:
         """Logged steps that were judged."""
-        return next(iter(self.sums.values())).steps
+        return int(next(iter(self.sums.values())).overlap.steps.sum())
 
 
 def judge(
@@ -252,13 +245,13 @@ def judge(
 
 def _rows(name: str, judged: Judged) -> list[Row]:
     sums = judged.sums[name]
-    cells = sums.unanswered()
+    cells = sums.overlap.unanswered()
     listed = [_cell(cell) for cell in cells]
     rows = []
     for estimator in ESTIMATORS:
         found = sums.estimate(estimator, judged.switches)
         if found is None:
-            rows.append(_refused(name, estimator, sums, cells, listed, judged))
+            rows.append(_refused(name, estimator, sums.overlap, cells, listed, judged))
             continue
         rows.append(
             Row(
@@ -281,12 +274,12 @@ def _rows(name: str, judged: Judged) -> list[Row]:
 
 
 def _refused(
-    name: str, estimator: str, sums: PolicySums, cells: list[Unanswered], listed: list[Cell], judged: Judged
+    name: str, estimator: str, overlap: Overlap, cells: list[Unanswered], listed: list[Cell], judged: Judged
 ) -> Row:
-    answered = sums.answered
+    answered = overlap.answered
     spread = judged.switches.spread
     block = max(judged.reader.block_steps, BLOCK_STEPS)
-    floor = needed_floor(cells, sums.steps, spread, block, HALF_WIDTH)
+    floor = needed_floor(cells, judged.steps, spread, block, HALF_WIDTH)
     reason = (
         f"the log tells what {name} would have done in {100.0 * answered:.1f} % of its steps only, "
         f"{100.0 * LEAST_ANSWERED:.0f} % are needed"

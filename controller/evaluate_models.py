@@ -21,9 +21,10 @@ import numpy as np
 from policies.acceptance import BANDS, PRIOR_STRENGTH
 from policies.cost import CostModel, fingerprint
 from policies.cost_prior import StoredCell, StoredCosts, StoredSwitch, StoredSwitches
-from policies.estimators import FloatArray, IntArray, StepModel, Steps
 from policies.goodput import CONTEXT_EDGES, KEEP, STAY
 from policies.interface import Grid, Plan
+from policies.logged_steps import FloatArray, IntArray, Steps
+from policies.step_model import StepModel
 from sglang_hooks.wire import Hello
 
 BINS_PER_OCTAVE, FIRST_OCTAVE, OCTAVES = 16, -17, 27

@@ -18,7 +18,7 @@ from controller.replay import simulate
 from controller.replay_policies import ReplayError
 from controller.replay_trace import ARM_STEPS, Inferred, infer
 from controller.surface import ContextSurface, Costs, NamedSurface
-from policies.estimators import student
+from policies.student import student_975
 
 RECORDS = 40_000
 """Of the trace's beginning, from which requests and acceptance are inferred."""
@@ -67,7 +67,7 @@ def surface_of(sums: FoldSums, fitted: Fitted, inferred: Inferred) -> NamedSurfa
     return NamedSurface(
         "fitted",
         f"model-based: fitted to the steps of {inferred.server}",
-        ContextSurface(sizes, costs, factor),
+        ContextSurface(sizes, costs, factor, inferred.hello.skip),
         ContextSurface(sizes, plain, factor),
     )
 
@@ -95,6 +95,6 @@ def _effect(policy: str, inferred: Inferred, surface: NamedSurface, seconds: flo
     speeds = np.array([result.tokens_per_second for result in results])
     waits = [one.time_per_output_token.mean for one in results]
     known = [wait for wait in waits if wait is not None]
-    margin = student(SEEDS - 1.0) * float(speeds.std(ddof=1)) / SEEDS**0.5
+    margin = student_975(SEEDS - 1) * float(speeds.std(ddof=1)) / SEEDS**0.5
     mean = float(speeds.mean())
     return Effect(policy, mean, mean - margin, mean + margin, float(np.mean(known)) if known else None)

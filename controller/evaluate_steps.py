@@ -1,8 +1,7 @@
-"""From a trace's rows to the steps that ``policies.estimators`` judges: what was drawn and held, what a time means.
+"""From a trace's rows to the steps that are judged: what was drawn and held, what a time means.
 
-The log has the probability of what was drawn, not of what else could have been. So what the table
-held is told from the ordinary steps around: a draw of more than a half is the ordinary one, since
-alternatives together get a half at most.
+Each record says what its own table held. A cell's number means something within one table only, and a row
+of steps of one K goes on only within one: a new table, such as the fallback's in a switchback, begins anew.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from controller.trace_checks import Chunk
 from policies.cost import HOST_GAP, OVERLAP_GAP
-from policies.estimators import BoolArray, FloatArray, IntArray, Steps
+from policies.logged_steps import BoolArray, FloatArray, IntArray, Steps
 from sglang_hooks.wire import MASKED, ForwardKind, Hello
 
 FOLD_STEPS = 2048
@@ -42,13 +41,12 @@ class StepReader:
 
     hello: Hello
     unusable: int = 0
-    """Rows of a K that is no candidate, or of unknown circumstances."""
+    """Rows of a K that is no candidate."""
     block_steps: int = 0
     """Longest block seen that ran in a row."""
     _rows: int = 0
     _blocks: int = 0
     _run: int = 0
-    _held_by_cell: dict[int, int] = field(default_factory=dict)
     _before: IntArray = field(default_factory=lambda: np.full(4, -1, np.int64))
     """Arm, cell, epoch and draw of the row before."""
     _probability: float = 1.0
@@ -63,23 +61,19 @@ class StepReader:
         """Return a chunk's steps; and trials and accepted drafts by position, (steps, largest K) each."""
         if chunk.hello.instance != self._instance:
             self._instance = chunk.hello.instance
-            self._held_by_cell.clear()
             self._before = np.full(4, -1, np.int64)
         columns, follows = chunk.columns, chunk.follows
         count = len(chunk.rows)
         batch = columns["batch_size"].astype(np.int64)
         applied = self._applied(chunk)
-        arm = np.minimum(np.searchsorted(self.arms, applied), len(self.arms) - 1)
-        arm[self.arms[arm] != applied] = -1
-
-        proposed = columns["proposed_steps"] == columns["steps"]
-        drawn = proposed & (chunk.hello.mode != "shadow")
+        arm = self._arm(applied)
+        # What ran otherwise than by the table, as in shadow mode, was certain.
+        drawn = (columns["proposed_steps"] == applied) & (chunk.hello.mode != "shadow")
         probability = np.where(drawn, columns["probability"], 1.0)
         draw = np.where(drawn, columns["block"], -1)
-        cell = columns["cell"].astype(np.int64)
-        held, ordinary = self._held(arm, probability, draw, cell)
+        held = np.where(drawn, self._arm(columns["held_steps"]), arm)
 
-        keys = np.stack([arm, cell, columns["epoch"], draw])
+        keys = np.stack([arm, columns["cell"], columns["epoch"], draw])
         shifted = np.concatenate((self._before[:, None], keys[:, :-1]), axis=1)
         same_cell = (keys[1:3] == shifted[1:3]).all(axis=0) & follows
         previous_probability = np.concatenate(([self._probability], probability[:-1]))
@@ -92,7 +86,6 @@ class StepReader:
             mean_context=columns["context_tokens"] / np.maximum(batch, 1),
             arm=arm,
             held=held,
-            ordinary=ordinary,
             probability=probability,
             explorable=draw >= 0,
             block=self._numbered(draw, follows),
@@ -115,8 +108,12 @@ class StepReader:
         if usable.all():
             return steps, trials, passed
         self.unusable += int(count - usable.sum())
-        kept = Steps(**{name: getattr(steps, name)[usable] for name in Steps.__dataclass_fields__})
-        return kept, trials[usable], passed[usable]
+        return steps.taken(usable), trials[usable], passed[usable]
+
+    def _arm(self, steps: IntArray) -> IntArray:
+        """Return the index of each K among the candidates; -1 where it is none."""
+        arm = np.minimum(np.searchsorted(self.arms, steps), len(self.arms) - 1)
+        return np.where(self.arms[arm] == steps, arm, -1)
 
     def _applied(self, chunk: Chunk) -> IntArray:
         """In a chain the width tells K; a tree has one width and K=0."""
@@ -124,32 +121,6 @@ class StepReader:
         if self.hello.topk <= 1:
             return drafts
         return np.where(drafts > 0, chunk.columns["steps"].astype(np.int64), 0)
-
-    def _held(
-        self, arm: IntArray, probability: FloatArray, draw: IntArray, cell: IntArray
-    ) -> tuple[IntArray, BoolArray]:
-        """Return what the table held (-1: not known), and which steps ran it."""
-        count = len(arm)
-        certain = (probability > 0.5) | (draw < 0)
-        if certain.all():
-            for one in np.unique(cell).tolist():
-                self._held_by_cell[one] = int(arm[np.flatnonzero(cell == one)[-1]])
-            return arm, certain
-        order = np.argsort(cell, kind="stable")
-        sorted_cell = cell[order]
-        begins = np.flatnonzero(np.concatenate(([True], sorted_cell[1:] != sorted_cell[:-1])))
-        lengths = np.diff(np.append(begins, count))
-        places = np.arange(count)
-        newest = np.maximum.accumulate(np.where(certain[order], places, -1))
-        within = newest >= np.repeat(begins, lengths)
-        carried = np.repeat([self._held_by_cell.get(int(one), -1) for one in sorted_cell[begins]], lengths)
-        found = np.where(within, arm[order][np.maximum(newest, 0)], carried)
-        for one, end in zip(sorted_cell[begins].tolist(), (begins + lengths - 1).tolist(), strict=True):
-            self._held_by_cell[one] = int(found[end])
-        held = np.empty(count, np.int64)
-        held[order] = found
-        ordinary: BoolArray = certain | ((probability == 0.5) & (held == arm))
-        return held, ordinary
 
     def _numbered(self, draw: IntArray, follows: BoolArray) -> IntArray:
         """Return the number of each step's block; where nothing is explored, every few steps are one."""

@@ -28,6 +28,9 @@ _CONTROLLER: dict[str, tuple[type[Metric], str, tuple[str, ...]]] = {
     "specpilot_trace_bytes": (GaugeMetricFamily, "Size of all trace segments.", ()),
     "specpilot_trace_failing": (GaugeMetricFamily, "1 while the trace cannot be written.", ()),
     "specpilot_prior_failing": (GaugeMetricFamily, "1 while what was learned cannot be kept on disk.", ()),
+    "specpilot_controller_events": (CounterMetricFamily, "Counters that belong to no one server.", ("event",)),
+    "specpilot_config_failing": (GaugeMetricFamily, "1 while the configuration file's newest contents are wrong.", ()),
+    "specpilot_handshakes_failed": (CounterMetricFamily, "Connections refused for want of the right key.", ()),
     "specpilot_messages_refused": (CounterMetricFamily, "Frames that were no messages of this version.", ()),
 }
 
@@ -60,7 +63,7 @@ _SERVER: dict[str, tuple[type[Metric], str, tuple[str, ...]]] = {
         "Ranks seen to hold the table in force; 0: not compared yet.",
         (),
     ),
-    "specpilot_hook_events": (CounterMetricFamily, "The counters of the hooks in the server.", ("event",)),
+    "specpilot_events": (CounterMetricFamily, "The counters of hooks and controller.", ("event",)),
     "specpilot_policy_failed": (GaugeMetricFamily, "1 if the policy failed: it decides no more.", ()),
     "specpilot_drafter_broken": (GaugeMetricFamily, "1 if next to no drafts are accepted.", ()),
     "specpilot_acceptance_ratio": (
@@ -153,6 +156,10 @@ def _controller_samples(snapshot: Snapshot) -> Iterator[Sample]:
     yield "specpilot_trace_bytes", (), status.trace_bytes
     yield "specpilot_trace_failing", (), bool(status.trace_error)
     yield "specpilot_prior_failing", (), bool(status.prior_error)
+    for event, count in status.counters.items():
+        yield "specpilot_controller_events", (event,), count
+    yield "specpilot_config_failing", (), bool(status.config_error)
+    yield "specpilot_handshakes_failed", (), status.handshakes_failed
     yield "specpilot_messages_refused", (), status.refused_messages
 
 
@@ -178,7 +185,7 @@ def _server_samples(server: ServerSnapshot) -> Iterator[Sample]:
     yield "specpilot_ranks", (), status.tp_size
     yield "specpilot_ranks_confirmed", (), status.confirmed_ranks
     for event, count in status.counters.items():
-        yield "specpilot_hook_events", (event,), count
+        yield "specpilot_events", (event,), count
     yield "specpilot_policy_failed", (), server.policy_failed
     if server.knowledge is not None:
         yield from _knowledge_samples(server.knowledge)

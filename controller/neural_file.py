@@ -22,11 +22,14 @@ def load_model(path: Path) -> Model:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"it is larger than {MAX_BYTES >> 10} kB")
+        with zipfile.ZipFile(path) as archive:
+            if sum(member.file_size for member in archive.infolist()) > MAX_BYTES:
+                raise ValueError(f"unpacked it is larger than {MAX_BYTES >> 10} kB")
         with np.load(path, allow_pickle=False) as file:
             return Model.of({name: file[name] for name in file.files})
     except OSError as error:
         raise ConfigError(f"policy.model = {str(path)!r}: {error.strerror or error}") from error
-    except (ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+    except Exception as error:  # what zipfile, zlib and numpy raise for a file that is none has no common base
         raise ConfigError(f"policy.model = {str(path)!r} is no model of specpilot fit-neural: {error}") from error
 
 

@@ -34,6 +34,8 @@ class PriorStore:
     def __init__(self, directory: Path) -> None:
         """Create ``directory``; ConfigError if it cannot be."""
         self._directory = directory.absolute()
+        self.failures = 0
+        """Files that could not be written, or were there and could not be used."""
         self.error = ""
         """Why the newest attempt to write failed; empty while it works."""
         try:
@@ -58,7 +60,7 @@ class PriorStore:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:
-            logger.warning("%s is not used: %s. It will be written anew", path, error)
+            self._unused(path, error)
             return None
 
     def save(self, server: Hello, prior: dict[str, Any]) -> None:
@@ -75,7 +77,7 @@ class PriorStore:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:
-            logger.warning("%s is not used: %s. It will be written anew", path, error)
+            self._unused(path, error)
             return None
 
     def save_switchback(self, server_key: str, stored: Stored) -> None:
@@ -84,6 +86,10 @@ class PriorStore:
 
     def _switchback_path(self, server_key: str) -> Path:
         return self._directory / f"{folder_name(server_key)}.switchback.json"
+
+    def _unused(self, path: Path, error: Exception) -> None:
+        self.failures += 1
+        logger.warning("%s is not used: %s. It will be written anew", path, error)
 
     def _write(self, path: Path, content: object) -> None:
         temporary = None
@@ -95,6 +101,7 @@ class PriorStore:
             temporary = None
             self.error = ""
         except OSError as error:
+            self.failures += 1
             if not self.error:
                 logger.error("what was learned cannot be kept in %s: %s", path, error)
             self.error = f"prior {path}: {error.strerror or error}"

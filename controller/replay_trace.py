@@ -457,7 +457,7 @@ class _Inference:
             NamedSurface(
                 "fitted",
                 label,
-                ContextSurface(tuple(sizes), costs, factor),
+                ContextSurface(tuple(sizes), costs, factor, self._hello.skip),
                 ContextSurface(tuple(sizes), plain, factor),
             ),
             "",

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -19,32 +18,33 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from controller.board import Board, ServerSnapshot, Snapshot
-from controller.config import Config, ConfigError, GoodputPolicy, default_endpoint
+from controller.board import Board, Snapshot
+from controller.config import Config, ConfigError, GoodputPolicy, ServerConfig, default_endpoint
+from controller.counters import CONTROLLER_COUNTERS, Once, cause
 from controller.endpoint import Endpoint
-from controller.history import History
+from controller.live_config import Layers, LiveConfig
 from controller.pace import Pace
 from controller.priors import PriorStore
+from controller.session import ALIVE_SECONDS, REPUSH_SECONDS, RIVAL_SECONDS, Session
 from controller.status import ControllerStatus, ServerStatus
-from controller.switchback import Arm, Switchback, fallback_plan
+from controller.switchback import Arm, Stored, Switchback, fallback_plan
 from controller.trace import TraceWriter, check_directory
 from policies.cost_prior import fingerprint
+from policies.goodput import Goodput
 from policies.interface import Plan, Policy, PolicyError
-from policies.knowledge import Knowledge
 from sglang_hooks.wire import (
-    MASKED,
     DecisionSource,
-    DecisionTable,
     FrameDecoder,
     FromHook,
     Hello,
     HelloRequest,
     HookState,
     Lease,
+    SetReply,
+    SetRequest,
     StatusReport,
     StatusRequest,
     StepBatch,
-    StepRecord,
     ToHook,
     WireError,
     encode,
@@ -53,20 +53,18 @@ from sglang_hooks.wire import (
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
-RECENT_STEPS = 512
-ALIVE_SECONDS = 2.5
-"""Servers speak once a second: one heard within this time is alive, another of its name a rival."""
 FORGET_SECONDS = 86_400.0
-REPUSH_SECONDS = 2.0
-"""A table not in force by then is sent again, then at twice the time, up to a minute."""
 ASK_SECONDS = 1.0
-STRANGERS = 256
+STRANGERS = 64
 HELD_MESSAGES = 64
+HELD_BYTES = 1 << 20
 """Of each peer that has not said yet who it is: sent before our question reached it."""
-RIVAL_SECONDS = 10.0
-"""A second server of one name that was not heard for this long is no news any more."""
+SERVERS = 256
+"""A peer that keeps inventing names must not fill the memory with policies."""
 MESSAGES_PER_TURN = 1000
-"""Handled before leases are looked at again: a flood from one server must not let another's run out."""
+TURN_SECONDS = 0.1
+"""Handled before leases are looked at again, and for how long: a flood from one server must not let another's run
+out. Among peers ZMQ takes turns."""
 
 
 class Stranger:
@@ -75,160 +73,26 @@ class Stranger:
     def __init__(self) -> None:
         self.asked_at = float("-inf")
         self.turned_away = False
-        self.held: deque[StepBatch | HookState] = deque(maxlen=HELD_MESSAGES)
+        self.held: deque[tuple[int, StepBatch | HookState]] = deque()
+        self.held_bytes = 0
 
+    def hold(self, size: int, message: StepBatch | HookState) -> int:
+        """Keep a message that came as ``size`` bytes; return how many older ones gave way."""
+        self.held.append((size, message))
+        self.held_bytes += size
+        dropped = 0
+        while self.held_bytes > HELD_BYTES or len(self.held) > HELD_MESSAGES:
+            self.held_bytes -= self.held.popleft()[0]
+            dropped += 1
+        return dropped
 
-class Session:
-    """One server: what it said, what was learned for it, and the table it should hold."""
-
-    def __init__(
-        self, key: str, policy: Policy, pace: Pace, trace: TraceWriter | None, clock: Callable[[], float]
-    ) -> None:
-        self.key = key
-        self.policy = policy
-        self.pace = pace
-        self.trace = trace
-        self.switchback: Switchback | None = None
-        self._clock = clock
-        self.hello: Hello | None = None
-        self.address = b""
-        self.state: HookState | None = None
-        self.heard_at = 0.0
-        self.epoch = 0
-        self.plan: Plan | None = None
-        self.decider = policy.name
-        """Whose plan that is: the policy, or the fallback in a block of the switchback."""
-        self.tables: dict[int, tuple[DecisionTable, str, float]] = {}
-        self.pushed_at = 0.0
-        self.repush_seconds = REPUSH_SECONDS
-        self.leased_at = 0.0
-        self.seed = secrets.randbits(62)
-        self.policy_error = ""
-        self.failed = False
-        self.policy_note = ""
-        self.saved_at = float("-inf")
-        self.rival = ""
-        self.rival_since = self.rival_heard_at = float("-inf")
-        self.records = 0
-        self.records_lost = 0
-        self.next_seq: int | None = None
-        self.recent: deque[tuple[float, int, int]] = deque(maxlen=RECENT_STEPS)
-        self.history = History()
-
-    def learn(self, batch: StepBatch) -> None:
-        """Take in a batch of records: count what is missing, log, learn."""
-        now = self._clock()
-        for record in batch.records:
-            if self.next_seq is not None and record.record_seq > self.next_seq:
-                self.records_lost += record.record_seq - self.next_seq
-            self.next_seq = record.record_seq + 1
-            if not self.failed:
-                self._learn(record)
-                if self.switchback is not None:
-                    self.switchback.learn(record, now)
-            live = [n for n in record.accepted_drafts if n != MASKED]
-            # Time with a prefill or an idle spell in it says nothing about decoding.
-            back_to_back = record.forwards == 1 and not record.after_idle
-            # A chain's width tells the K that ran; a tree has one width for its one K.
-            tree = self.hello is not None and self.hello.topk > 1
-            steps = record.steps if tree else record.draft_tokens - 1
-            seconds, tokens = record.seconds if back_to_back else 0.0, sum(live) + len(live)
-            self.recent.append((seconds, tokens, steps))
-            self.history.add(record, steps, tokens, seconds, now)
-        self.records += len(batch.records)
-        if self.trace is not None:
-            self.trace.append(batch.records)
-
-    def _learn(self, record: StepRecord) -> None:
-        try:
-            self.policy.learn(record)
-        except Exception:
-            self.fail("learning from a step")
-
-    def fail(self, where: str) -> None:
-        """Give this server up, and none of the others: without leases it goes to its fallback."""
-        self.failed = True
-        self.plan = None
-        self.policy_error = (
-            f"policy {self.policy.name} failed in {where}, see the controller's log: it decides no more for this "
-            "server until the controller restarts"
-        )
-        logger.exception("%s: %s", self.key, self.policy_error)
-
-    def conflict(self, now: float) -> str:
-        """Return what to do about a second live server of this name, if there is one."""
-        if now - self.rival_heard_at > RIVAL_SECONDS or self.rival_heard_at - self.rival_since < ALIVE_SECONDS:
-            return ""
-        return (
-            "two servers call themselves by this name, the second is not served: "
-            "set SPECPILOT_SERVER_ID in the environment of one"
-        )
-
-    def snapshot(self, now: float) -> ServerSnapshot:
-        """Return all that may be told of this server."""
-        knowledge = self._describe()
-        totals, hour = self.history.totals(), self.history.hour()
-        return ServerSnapshot(self._status(now, knowledge), knowledge, totals, hour, self.failed)
-
-    def _describe(self) -> Knowledge | None:
-        if self.failed:
-            return None
-        try:
-            return self.policy.describe()
-        except Exception:
-            self.fail("telling what it knows")
-            return None
-
-    def _status(self, now: float, knowledge: Knowledge | None) -> ServerStatus:
-        hello, state = self.hello, self.state
-        assert hello is not None
-        source = state.source if state is not None else DecisionSource.FALLBACK
-        table, reason, decided_at = self.tables.get(state.epoch if state is not None else 0, (None, "", now))
-        busy = sum(seconds for seconds, _, _ in self.recent)
-        steps = Counter(k for _, _, k in self.recent)
-        switchback = self.switchback.status(now) if self.switchback is not None else None
-        return ServerStatus(
-            server=self.key,
-            model=hello.model,
-            gpu=hello.gpu,
-            sglang_version=hello.sglang_version,
-            mode=hello.mode,
-            candidate_steps=hello.candidate_steps,
-            silent_seconds=now - self.heard_at,
-            source=source.name,
-            steps=state.steps if state is not None else hello.fallback_steps,
-            table=table,
-            reason=reason,
-            table_age_seconds=now - decided_at,
-            pending_epoch=self.epoch
-            if self.epoch in self.tables and (table is None or table.epoch < self.epoch)
-            else 0,
-            confirmed_ranks=state.confirmed_ranks
-            if state is not None and table and state.confirmed_epoch == table.epoch
-            else 0,
-            tp_size=hello.tp_size,
-            records=self.records,
-            records_lost=self.records_lost,
-            tokens_per_second=sum(tokens for seconds, tokens, _ in self.recent if seconds) / busy if busy else 0.0,
-            share_by_steps={str(k): n / len(self.recent) for k, n in sorted(steps.items())},
-            counters=state.counters if state is not None else {},
-            note="; ".join(
-                filter(
-                    None,
-                    (
-                        state.halt_reason if state else "",
-                        self.policy_error,
-                        self.policy_note,
-                        f"the policy is out of force: {switchback.text}"
-                        if switchback and switchback.off_seconds
-                        else "",
-                        self.conflict(now),
-                    ),
-                )
-            ),
-            switchback=switchback,
-            expected_gain=knowledge.gain() if knowledge is not None else None,
-        )
+    def turn_away(self) -> int:
+        """Keep nothing of a peer whose name another one holds; return how many messages that drops."""
+        self.turned_away = True
+        dropped = len(self.held)
+        self.held.clear()
+        self.held_bytes = 0
+        return dropped
 
 
 class Service:
@@ -239,16 +103,23 @@ class Service:
         config: Config,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        file: Path | None = None,
     ) -> None:
-        """Check the trace directory and bind the socket; ConfigError says what is in the way."""
-        self._config = config
+        """Check the trace directory and bind the socket; ConfigError says what is in the way.
+
+        ``file``: where ``config`` was read from, to be followed.
+        """
+        self._live = LiveConfig(config, file)
+        self._config = config = self._live.config
         self._clock = clock
         self._wall_clock = wall_clock
         self._started_at = clock()
         # What the policy needs and cannot be read is an error now, not when the first server connects.
-        config.policy.build(None)
+        for one in config.all_servers:
+            one.policy.build(None)
         self._trace_directory = Path(config.trace.directory) if config.trace.directory else None
-        self._endpoint = Endpoint(config.controller.endpoint or default_endpoint())
+        own = config.controller
+        self._endpoint = Endpoint(own.endpoint or default_endpoint(), own.key, own.authorized_keys)
         if self._trace_directory is not None:
             try:
                 check_directory(self._trace_directory)
@@ -256,18 +127,19 @@ class Service:
                 self._endpoint.close()
                 raise
         self._priors: PriorStore | None = None
-        if config.prior.directory and (isinstance(config.policy, GoodputPolicy) or config.switchback.share):
-            try:
-                self._priors = PriorStore(Path(config.prior.directory))
-            except ConfigError:
-                self._endpoint.close()
-                raise
+        try:
+            self._priors = self._priors_for(config)
+        except ConfigError:
+            self._endpoint.close()
+            raise
         self._decoder = FrameDecoder(FromHook)
         self._sessions: dict[str, Session] = {}
         self._by_address: dict[bytes, Session] = {}
         self._strangers: dict[bytes, Stranger] = {}
         self._refused = 0
-        self._stopping = False
+        self._stopping = self._reload = False
+        self._counters = dict.fromkeys(CONTROLLER_COUNTERS, 0)
+        self._once = Once(logger)
         self.board = Board()
         self._poller = zmq.Poller()
         self._poller.register(self._endpoint.socket, zmq.POLLIN)
@@ -281,6 +153,10 @@ class Service:
     def stop(self) -> None:
         """Make ``run`` return; safe to call from a signal handler."""
         self._stopping = True
+
+    def reload(self) -> None:
+        """Read the file again, changed or not; safe to call from a signal handler."""
+        self._reload = True
 
     def run(self) -> None:
         """Serve until ``stop``."""
@@ -298,7 +174,10 @@ class Service:
     def turn(self) -> None:
         """One round: wait at most POLL_SECONDS for messages, then do what time demands."""
         if self._poller.poll(int(POLL_SECONDS * 1000)):
+            begun = self._clock()
             for _ in range(MESSAGES_PER_TURN):
+                if self._clock() - begun > TURN_SECONDS:
+                    break
                 try:
                     frames = self._endpoint.socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
@@ -310,6 +189,8 @@ class Service:
     def _tend(self) -> None:
         """Do what time demands."""
         now = self._clock()
+        self._follow_config(now)
+        self._endpoint.tend(now)
         for session in list(self._sessions.values()):
             turning = session.switchback is not None and session.switchback.due(now)
             if session.pace.due(now, session.policy.urgent) or turning:
@@ -331,14 +212,16 @@ class Service:
                 raise WireError(f"{len(frames) - 1} frames instead of 1")
             message = self._decoder.decode(frames[1])
         except WireError as error:
-            self._refused += 1
-            if self._refused == 1 or self._refused % 1000 == 0:
-                who = self._by_address[address].key if address in self._by_address else "an unknown peer"
-                logger.warning("a message of %s was refused: %s (%d so far)", who, error, self._refused)
+            self._refuse(address, cause(error), str(error))
             return
         if isinstance(message, StatusRequest):
             report = msgspec.json.encode(self.status())
             self._endpoint.socket.send_multipart([address, encode(StatusReport(report))], zmq.NOBLOCK)
+            return
+        if isinstance(message, SetRequest):
+            refused = self._set(message)
+            report = msgspec.json.encode(self._live.report(self._clock(), [*self._sessions]))
+            self._endpoint.socket.send_multipart([address, encode(SetReply(refused, report))], zmq.NOBLOCK)
             return
         if isinstance(message, Hello):
             self._greet(address, message)
@@ -346,7 +229,7 @@ class Service:
         assert isinstance(message, StepBatch | HookState)
         session = self._by_address.get(address)
         if session is None:
-            self._ask(address, message)
+            self._ask(address, message, len(frames[1]))
             return
         session.heard_at = self._clock()
         if isinstance(message, StepBatch):
@@ -354,28 +237,50 @@ class Service:
         else:
             self._compare(session, message)
 
-    def _ask(self, address: bytes, message: StepBatch | HookState) -> None:
+    def _refuse(self, address: bytes, key: str, why: str) -> None:
+        """Count a message, and say why once for each cause (``key``)."""
+        self._refused += 1
+        who = self._by_address[address].key if address in self._by_address else "an unknown peer"
+        self._once.warn(key, f"a message of {who} was refused: {why}", "refused_messages")
+
+    def _ask(self, address: bytes, message: StepBatch | HookState, size: int) -> None:
         """Ask a peer who it is, and keep what it sent until it has answered."""
-        stranger = self._strangers.setdefault(address, Stranger())
-        if len(self._strangers) > STRANGERS:
-            del self._strangers[next(iter(self._strangers))]
-        if not stranger.turned_away:
-            stranger.held.append(message)
+        stranger = self._stranger(address)
+        self._drop(1 if stranger.turned_away else stranger.hold(size, message))
         now = self._clock()
         if now - stranger.asked_at > ASK_SECONDS:
             stranger.asked_at = now
             self._send(address, HelloRequest())
 
+    def _drop(self, messages: int) -> None:
+        """Count messages of peers that have not said who they are, or may not be who they say."""
+        if messages:
+            self._counters["messages_unclaimed"] += messages
+            text = "messages of a peer without a name of its own are dropped"
+            self._once.warn("messages_unclaimed", text, "messages_unclaimed")
+
+    def _stranger(self, address: bytes) -> Stranger:
+        stranger = self._strangers.setdefault(address, Stranger())
+        if len(self._strangers) > STRANGERS:
+            self._drop(len(self._strangers.pop(next(iter(self._strangers))).held))
+        return stranger
+
     def _greet(self, address: bytes, hello: Hello) -> None:
         key = f"{hello.server_id}/{hello.dp_rank}"
         now = self._clock()
         session = self._sessions.get(key)
+        if session is None and len(self._sessions) >= SERVERS:
+            self._refuse(address, "servers", f"{key} is one server too many, a controller serves {SERVERS}")
+            return
         if session is None:
+            config = self._config.for_server(key)
             trace = None
             if self._trace_directory is not None:
                 trace = TraceWriter(self._trace_directory, key, hello, self._config.trace)
             pace = Pace(self._config.controller.decide_seconds)
-            session = self._sessions[key] = Session(key, self._policy_for(hello), pace, trace, self._clock)
+            session = self._sessions[key] = Session(
+                key, config, self._policy_for(hello, config), pace, trace, self._clock
+            )
             session.saved_at = now
             logger.info(
                 "%s connected: %s on %s, candidate steps %s",
@@ -391,20 +296,20 @@ class Service:
             logger.info("%s restarted", key)
             if fingerprint(session.hello) != fingerprint(hello):
                 self._save_prior(session)
-                session.policy, session.failed = self._policy_for(hello), False
+                session.policy, session.failed = self._policy_for(hello, session.config), False
+                session.shelved = None
             session.next_seq = session.state = None
             session.rival_heard_at = float("-inf")
         self._by_address.pop(session.address, None)
         self._by_address[address] = session
         session.address = address
         session.heard_at = now
-        if session.trace is not None:
-            session.trace.update_hello(hello)
+        self._describe(session, hello)
         changed = session.hello is None or session.hello.instance != hello.instance
         if changed:
             self._set_up_switchback(session, hello, now)
         session.hello = hello
-        for message in self._strangers.pop(address, Stranger()).held:
+        for _, message in self._strangers.pop(address, Stranger()).held:
             if isinstance(message, StepBatch):
                 session.learn(message)
         if changed or hello.epoch > session.epoch:
@@ -416,9 +321,9 @@ class Service:
 
     def _turn_away(self, session: Session, address: bytes, hello: Hello, now: float) -> None:
         """Keep a second server of one name waiting; it is an error once the first is sure to be alive still."""
-        stranger = self._strangers.setdefault(address, Stranger())
-        stranger.turned_away = True
-        stranger.held.clear()
+        stranger = self._stranger(address)
+        session.counters["rivals_turned_away"] += 1
+        self._drop(stranger.turn_away())
         known = session.conflict(now)
         if session.rival != hello.instance or now - session.rival_heard_at > RIVAL_SECONDS:
             session.rival, session.rival_since = hello.instance, now
@@ -434,6 +339,9 @@ class Service:
             session.repush_seconds = REPUSH_SECONDS
         elif session.plan is not None and now - session.pushed_at > session.repush_seconds:
             session.repush_seconds = min(2 * session.repush_seconds, 60.0)
+            session.counters["tables_resent"] += 1
+            text = f"{session.key}: table {session.epoch} is not in force there, it is sent again"
+            self._once.warn(f"tables_resent {session.key}", text, "tables_resent")
             self._push(session, session.plan, now)
 
     # -- what goes out --
@@ -445,6 +353,11 @@ class Service:
             return
         try:
             plan, note = session.policy.decide(hello, now), session.policy.note
+            session.decider = session.policy.name
+            # The policy has decided all the same: it goes on learning, and its budgets with it.
+            if session.switchback is not None and session.switchback.arm(now) is Arm.FALLBACK:
+                session.decider, plan = "fallback", fallback_plan(hello)
+            plan = session.config.bounds.apply(plan, hello)
         except PolicyError as error:
             if session.policy_error != str(error):
                 session.policy_error = str(error)
@@ -457,10 +370,6 @@ class Service:
         if note != session.policy_note:
             session.policy_note = note
             logger.warning("%s: %s", session.key, note or "what was noted is over")
-        session.decider = session.policy.name
-        # The policy has decided all the same: it goes on learning, and its budgets with it.
-        if session.switchback is not None and session.switchback.arm(now) is Arm.FALLBACK:
-            session.decider, plan = "fallback", fallback_plan(hello)
         if plan != session.plan:
             self._push(session, plan, now)
         else:
@@ -471,23 +380,30 @@ class Service:
 
     def _set_up_switchback(self, session: Session, hello: Hello, now: float) -> None:
         """Begin to measure, or go on after a restart of the controller or of the server."""
-        old = session.hello
-        if not self._config.switchback.share or hello.mode != "control":
+        before = session.switchback
+        config = session.config.switchback
+        if not config.share or session.mode_of(hello) != "control":
             session.switchback = None  # in shadow mode the fallback is in force whoever decides
             return
-        identity = self._switchback_identity(hello)
-        if session.switchback is not None and old is not None and self._switchback_identity(old) == identity:
-            session.switchback.interrupted(now)
+        identity = self._switchback_identity(session, hello)
+        same = before is not None and session.switchback_of == identity
+        if before is not None:
+            before.interrupted(now)
+        if before is not None and same and before.config == config:
             return
-        session.switchback = Switchback(self._config.switchback, hello, session.seed, now)
-        stored = self._priors.load_switchback(session.key) if self._priors is not None else None
+        if before is not None and same:
+            stored: Stored | None = before.stored(identity, now, self._wall_clock())
+        else:
+            stored = self._priors.load_switchback(session.key) if self._priors is not None else None
+        session.switchback, session.switchback_of = Switchback(config, hello, session.seed, now), identity
         if stored is not None and stored.identity == identity:
             session.switchback.resume(stored, now, self._wall_clock())
 
-    def _switchback_identity(self, hello: Hello) -> str:
+    def _switchback_identity(self, session: Session, hello: Hello) -> str:
         """Return what a measurement is of: another policy, fallback or machine is another experiment."""
-        policy = msgspec.json.encode(self._config.policy).decode()
-        return f"{fingerprint(hello)} fallback {hello.fallback_steps} policy {policy}"
+        policy = msgspec.json.encode(session.config.policy).decode()
+        bounds = msgspec.json.encode(session.config.bounds).decode()
+        return f"{fingerprint(hello)} fallback {hello.fallback_steps} policy {policy} bounds {bounds}"
 
     def _note_switchback(self, session: Session, switchback: Switchback, now: float) -> None:
         switchback.decided(session.epoch)
@@ -497,11 +413,116 @@ class Service:
         if switchback.changed:
             switchback.changed = False
             if self._priors is not None and session.hello is not None:
-                identity = self._switchback_identity(session.hello)
+                identity = session.switchback_of
                 self._priors.save_switchback(session.key, switchback.stored(identity, now, self._wall_clock()))
 
-    def _policy_for(self, hello: Hello) -> Policy:
-        return self._config.policy.build(self._priors.load(hello) if self._priors is not None else None)
+    def _policy_for(self, hello: Hello, config: ServerConfig) -> Policy:
+        return config.policy.build(self._priors.load(hello) if self._priors is not None else None)
+
+    # -- changes of the configuration --
+
+    def _follow_config(self, now: float) -> None:
+        """Take in what was written into the file, and end what was set for a time."""
+        at_once, self._reload = self._reload, False
+        try:
+            edited = self._live.edited(now, at_once)
+            if edited is not None:
+                self._reconfigure(edited)
+                self._live.error = ""
+        except ConfigError as error:
+            source = self._live.source
+            where = "" if source in str(error) else f"{source}: "
+            self._live.error = f"{where}{error}; what was in force before stays so"
+            logger.error("%s", self._live.error)
+        expired = self._live.expired(now)
+        if expired is not None:
+            logger.info("what was set for a time is over")
+            try:
+                self._reconfigure(expired, tried=False)
+            except ConfigError as error:  # a file of a policy that is gone by now
+                logger.error("%s; what was set for a time stays in force", error)
+
+    def _set(self, request: SetRequest) -> str:
+        """Do what was asked for, and return why not; a request for nothing is one for the report."""
+        if not request.values and not request.reset:
+            return ""
+        before = self._config
+        known = {*self._config.servers, *self._sessions, *(key.rpartition("/")[0] for key in self._sessions)}
+        try:
+            if request.server and request.server not in known:
+                raise ConfigError(f"no server {request.server} is known here; there are {sorted(known) or 'none'}")
+            self._reconfigure(self._live.asked(request, self._clock()))
+        except ConfigError as error:
+            logger.error("not set: %s", error)
+            return str(error)
+        if self._config != before:  # and not a renewal
+            whose = f" for {request.server}" if request.server else ""
+            logger.info("set%s: %s", whose, request.values or "as in the file")
+        return ""
+
+    def _reconfigure(self, layers: Layers, tried: bool = True) -> None:
+        """Put new layers in force for every server at once; ConfigError before anything has changed.
+
+        ``tried``: a policy that a server cannot have is an error.
+        """
+        now = self._clock()
+        config = self._live.build(layers)
+        priors = self._priors_for(config)
+        changes = []
+        for one in config.all_servers:
+            one.policy.build(None)
+        for session in self._sessions.values():
+            new = config.for_server(session.key)
+            if new != session.config:
+                changes.append((session, new, self._try(session, new, now) if tried else new.policy.build(None)))
+        self._live.commit(layers, config)
+        self._config, self._priors = config, priors
+        for session, new, policy in changes:
+            self._change(session, new, policy, now)
+
+    def _try(self, session: Session, new: ServerConfig, now: float) -> Policy:
+        """Return a fresh policy that can decide for this server; ConfigError if it cannot."""
+        policy = new.policy.build(None)
+        try:
+            if session.hello is not None and not session.policy_error:
+                new.bounds.apply(policy.decide(session.hello, now), session.hello)
+        except PolicyError as error:
+            raise ConfigError(str(error)) from error
+        return policy
+
+    def _change(self, session: Session, new: ServerConfig, fresh: Policy, now: float) -> None:
+        """Put a server's new configuration in force."""
+        old, session.config = session.config, new
+        hello = session.hello
+        assert hello is not None
+        if new.policy != old.policy:
+            self._save_prior(session)
+            if isinstance(session.policy, Goodput):
+                session.shelved = None if session.failed else session.policy
+            if isinstance(new.policy, GoodputPolicy):
+                learned = session.shelved or self._policy_for(hello, new)
+                assert isinstance(learned, Goodput)
+                new.policy.change(learned)
+                fresh = learned
+            session.policy, session.failed, session.policy_error, session.policy_note = fresh, False, "", ""
+        logger.info("%s: mode %s, policy %s", session.key, new.mode, msgspec.json.encode(new.policy).decode())
+        self._set_up_switchback(session, hello, now)
+        session.plan = None  # so that a table goes out, whose epoch tells records of the two apart
+        self._describe(session, hello)
+        self._decide(session, now)
+
+    def _describe(self, session: Session, hello: Hello) -> None:
+        """Tell the trace whose records follow, and by which configuration the tables from now on are made."""
+        if session.trace is not None:
+            mode = session.mode_of(hello)
+            session.trace.update_hello(msgspec.structs.replace(hello, mode=mode))
+            session.trace.update_config(session.config, max(session.epoch, hello.epoch) + 1, self._wall_clock())
+
+    def _priors_for(self, config: Config) -> PriorStore | None:
+        kept = any(isinstance(one.policy, GoodputPolicy) or one.switchback.share for one in config.all_servers)
+        if not config.prior.directory or not kept:
+            return self._priors  # what has learned until now is still kept
+        return self._priors or PriorStore(Path(config.prior.directory))
 
     def _save_prior(self, session: Session) -> None:
         """Keep what was learned; a policy that failed has learned who knows what."""
@@ -509,7 +530,7 @@ class Service:
         if self._priors is None or session.hello is None or session.failed:
             return
         try:
-            prior = session.policy.to_prior()
+            prior = (session.shelved or session.policy).to_prior()
         except Exception:
             session.fail("telling what it learned")
             return
@@ -520,7 +541,8 @@ class Service:
         session.epoch += 1
         session.plan = plan
         session.pushed_at = session.leased_at = now
-        table = plan.table(session.epoch, self._config.controller.lease_seconds, session.decider, session.seed)
+        shadow = session.config.mode == "shadow"
+        table = plan.table(session.epoch, self._config.controller.lease_seconds, session.decider, session.seed, shadow)
         session.tables[session.epoch] = (table, plan.reason, now)
         while len(session.tables) > 8:
             del session.tables[next(iter(session.tables))]
@@ -568,7 +590,15 @@ class Service:
             trace_bytes=max((trace.bytes_on_disk for trace in traces), default=0),
             trace_error="; ".join(trace.last_error for trace in traces if trace.last_error),
             refused_messages=self._refused,
+            handshakes_failed=self._endpoint.handshakes_failed,
+            config_error=self._live.error,
+            changes=self._live.changes(now),
             prior_error=self._priors.error if self._priors is not None else "",
             servers=servers,
             page=self.board.page,
+            counters={
+                **self._counters,
+                "trace_failures": sum(trace.failures for trace in traces),
+                "prior_failures": self._priors.failures if self._priors is not None else 0,
+            },
         )

@@ -308,6 +308,7 @@ class SimServer:
             gpu="simulated H200",
             sglang_version="simulated",
             context_length=context_length,
+            skip=surface.skip,
         )
         self._started_at = clock.now()
         self._started_wall = time.time()

@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from controller.endpoint import socket_path
 from controller.switchback import SwitchbackStatus
 from policies.knowledge import Estimate, describe_gain
+from sglang_hooks.connection import (
+    EndpointError,
+    KeyFiles,
+    Watch,
+    check_endpoint,
+    connect,
+    is_tcp,
+    socket_path,
+)
 from sglang_hooks.wire import (
+    MAX_REPORT_BYTES,
     DecisionSource,
     DecisionTable,
     FrameDecoder,
+    SetReply,
+    SetRequest,
     StatusReport,
     StatusRequest,
     WireError,
     encode,
 )
+
+NO_KEYS = KeyFiles()
+Reply = TypeVar("Reply", StatusReport, SetReply)
 
 
 class StatusError(RuntimeError):
@@ -61,7 +77,7 @@ class ServerStatus(msgspec.Struct, frozen=True):
     share_by_steps: dict[str, float]
     """Of the newest 512 decode steps."""
     counters: dict[str, int]
-    """The hooks' own counters, see docs/operations.md."""
+    """The hooks' own and those the controller keeps of this server, see docs/operations.md."""
     note: str
     """What an operator should look at; empty if nothing."""
     switchback: SwitchbackStatus | None = None
@@ -84,30 +100,67 @@ class ControllerStatus(msgspec.Struct, frozen=True):
     trace_bytes: int
     trace_error: str
     refused_messages: int
+    handshakes_failed: int
+    """Connections refused for want of the right key, or that were none of specpilot's."""
+    config_error: str
+    """Why the newest contents of the configuration file are not in force; empty if they are."""
+    changes: list[str]
+    """What ``specpilot set`` has put above the file, for whom, and how long it still holds."""
     prior_error: str
     """Why what was learned could not be kept on disk; empty while it can."""
     servers: list[ServerStatus]
+    counters: dict[str, int] = {}
+    """Of the controller, whatever server they concern, see docs/operations.md."""
     page: str = ""
     """Address of the web page, or why there is none; empty if none is asked for."""
 
 
-def fetch_status(endpoint: str, timeout: float = 2.0) -> ControllerStatus:
-    """Ask the controller at ``endpoint``; raise StatusError if none answers within ``timeout`` seconds."""
-    path = socket_path(endpoint)
-    if not path.exists():
-        raise StatusError(f"no controller at {endpoint}: start `specpilot controller`, or name its --endpoint")
+def read_report(report: bytes) -> ControllerStatus:
+    """Return what a StatusReport holds; raise WireError if it is none of this version."""
+    try:
+        return msgspec.json.decode(report, type=ControllerStatus)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"malformed report: {error}") from error
+
+
+def fetch_status(endpoint: str, timeout: float = 2.0, keys: KeyFiles = NO_KEYS) -> ControllerStatus:
+    """Return the report of the controller at ``endpoint``; raise StatusError if none answers in time."""
+    reply = ask(endpoint, StatusRequest(), StatusReport, timeout, keys)
+    try:
+        return read_report(reply.report)
+    except WireError as error:
+        raise StatusError(f"the controller at {endpoint} speaks another language: {error}") from error
+
+
+def ask(
+    endpoint: str,
+    request: StatusRequest | SetRequest,
+    expected: type[Reply],
+    timeout: float = 2.0,
+    keys: KeyFiles = NO_KEYS,
+) -> Reply:
+    """Send a request to the controller and return its answer; StatusError if none comes within ``timeout`` seconds."""
     context = zmq.Context()
     try:
-        with context.socket(zmq.DEALER) as socket:
+        check_endpoint(endpoint)
+        if not is_tcp(endpoint) and not socket_path(endpoint).exists():
+            raise StatusError(f"no controller at {endpoint}: start `specpilot controller`, or name its --endpoint")
+        with context.socket(zmq.DEALER) as socket, Watch(socket) as watch:
             socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(endpoint)
-            socket.send(encode(StatusRequest()))
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPORT_BYTES)
+            connect(socket, endpoint, keys)
+            socket.send(encode(request))
             deadline = time.monotonic() + timeout
-            while socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
-                message = FrameDecoder(StatusReport).decode(socket.recv())
-                assert isinstance(message, StatusReport)
-                return msgspec.json.decode(message.report, type=ControllerStatus)
-    except (WireError, msgspec.DecodeError) as error:
+            while (left := deadline - time.monotonic()) > 0:
+                if socket.poll(int(1000 * min(left, 0.1))):
+                    message = FrameDecoder(expected, MAX_REPORT_BYTES).decode(socket.recv())
+                    assert isinstance(message, expected)
+                    return message
+                for failure in watch.failures():
+                    raise StatusError(f"no answer from {endpoint}: {failure.seen_by_client(endpoint)}")
+    except (EndpointError, OSError) as error:
+        raise StatusError(f"{endpoint} cannot be asked: {error}") from error
+    except WireError as error:
         raise StatusError(f"the controller at {endpoint} speaks another language: {error}") from error
     finally:
         context.destroy(linger=0)
@@ -149,8 +202,18 @@ def range_names(edges: Sequence[int], first: int) -> list[str]:
     return [*names, f"{low}+" if edges else "any"]
 
 
+def _escaped(value: Any) -> Any:
+    """Return builtins whose texts rich prints as they are: a server's name may hold brackets."""
+    if isinstance(value, str):
+        return escape(value)
+    if isinstance(value, dict):
+        return {_escaped(key): _escaped(inner) for key, inner in value.items()}
+    return [_escaped(inner) for inner in value] if isinstance(value, list) else value
+
+
 def print_status(status: ControllerStatus, console: Console) -> None:
     """Write the report for a person."""
+    status = msgspec.convert(_escaped(msgspec.to_builtins(status, str_keys=True)), ControllerStatus, strict=False)
     console.print(
         f"[bold]specpilot {status.version}[/] pid {status.pid}, up {describe_time(status.uptime_seconds)}, "
         f"policy [bold]{status.policy}[/], {status.endpoint}"
@@ -159,12 +222,18 @@ def print_status(status: ControllerStatus, console: Console) -> None:
     if status.trace_lost:
         trace += f", [red]{status.trace_lost:,} not written[/]"
     console.print(trace if status.trace_directory else "no trace is written (trace.directory is empty)")
-    for error in filter(None, (status.trace_error, status.prior_error)):
+    for change in status.changes:
+        console.print(f"[yellow]set:[/] {escape(change)}")
+    for error in filter(None, (status.config_error, status.trace_error, status.prior_error)):
         console.print(f"[red]{error}[/]")
     if status.page:
         console.print(f"page {status.page}", highlight=False)
     if status.refused_messages:
         console.print(f"[yellow]{status.refused_messages} messages were refused, see the log[/]")
+    if status.handshakes_failed:
+        console.print(f"[yellow]{status.handshakes_failed} connections were refused, see the log[/]")
+    if counters := _not_zero(status.counters):
+        console.print(f"counters {counters}")
     if not status.servers:
         console.print("no server has connected yet: set SPECPILOT_ENDPOINT to the address above in its environment")
     for server in status.servers:
@@ -197,9 +266,8 @@ def _print_server(server: ServerStatus, console: Console) -> None:
         grid.add_row("gain", server.switchback.text)
     lost = f", [red]{server.records_lost:,} lost[/]" if server.records_lost else ""
     grid.add_row("records", f"{server.records:,}{lost}")
-    bad = {name: n for name, n in server.counters.items() if n and name != "tables_received"}
-    if bad:
-        grid.add_row("counters", ", ".join(f"{name} {n:,}" for name, n in bad.items()))
+    if counters := _not_zero(server.counters):
+        grid.add_row("counters", counters)
     if server.note:
         grid.add_row("[red]note[/]", f"[red]{server.note}[/]")
     console.print(grid)
@@ -213,6 +281,11 @@ def describe_source(server: ServerStatus) -> str:
         DecisionSource.FALLBACK.name: "the server's own fallback",
         DecisionSource.HALTED.name: "nothing: switching was halted",
     }[server.source]
+
+
+def _not_zero(counters: dict[str, int]) -> str:
+    """Return the counters that tell of something, without the one that counts what is usual."""
+    return ", ".join(f"{name} {n:,}" for name, n in counters.items() if n and name != "tables_received")
 
 
 def _who(server: ServerStatus) -> str:

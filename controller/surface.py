@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -39,6 +39,10 @@ class Surface(Protocol):
     @property
     def captured_batch_sizes(self) -> tuple[int, ...]:
         """Batch sizes with a CUDA graph, rising; smaller batches are padded to one of them."""
+
+    @property
+    def skip(self) -> str:
+        """Kind of its K=0, as ``Hello.skip``."""
 
     def decode_seconds(self, steps: int, batch_size: int, mean_context: float = 0.0) -> float:
         """Return the seconds of one step; ``mean_context`` in tokens per request."""
@@ -66,6 +70,8 @@ class LatencySurface:
     captured_batch_sizes: tuple[int, ...]
     prefill_base_seconds: float
     prefill_seconds_per_token: float
+    skip: str = "decode"
+    """Kind of its K=0, as ``Hello.skip``."""
 
     def padded(self, batch_size: int) -> int:
         """Return the captured size that runs ``batch_size`` requests, or itself above the largest."""
@@ -163,6 +169,8 @@ class ContextSurface:
     """By K."""
     factor: float = 1.0
     """What prefills cost, as a multiple of the estimate."""
+    skip: str = "verify"
+    """Kind of its K=0, as ``Hello.skip``."""
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -210,7 +218,7 @@ class ContextSurface:
             steps: Costs(own.contexts, tuple(tuple(factor * seconds for seconds in row) for row in own.seconds))
             for steps, own in self.costs.items()
         }
-        return ContextSurface(self.captured_batch_sizes, costs, factor * self.factor)
+        return ContextSurface(self.captured_batch_sizes, costs, factor * self.factor, self.skip)
 
 
 LEAST_OF_FIRST = 0.6
@@ -261,6 +269,11 @@ class DriftingSurface:
         return self.begin.captured_batch_sizes
 
     @property
+    def skip(self) -> str:
+        """Kind of its K=0, as ``Hello.skip``."""
+        return self.begin.skip
+
+    @property
     def steps(self) -> tuple[int, ...]:
         """Every K that has costs, rising."""
         return self.begin.steps
@@ -299,6 +312,7 @@ class SurfaceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     label: str
     cells: list[Cell]
+    skip: Literal["decode", "verify"] = "verify"
 
     def surface(self, name: str) -> NamedSurface:
         """Put the measured batch sizes on the captured ones, once."""
@@ -308,7 +322,7 @@ class SurfaceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         costs = {arm: _on_captured_sizes(lines) for arm, lines in by_arm.items()}
         plain = ContextSurface(CAPTURED_BATCH_SIZES, {0: costs.pop("none")})
         speculating = {int(arm.removeprefix("K=")): found for arm, found in costs.items()}
-        return NamedSurface(name, self.label, ContextSurface(CAPTURED_BATCH_SIZES, speculating), plain)
+        return NamedSurface(name, self.label, ContextSurface(CAPTURED_BATCH_SIZES, speculating, skip=self.skip), plain)
 
 
 def _on_captured_sizes(lines: dict[int, list[tuple[float, float]]]) -> Costs:
@@ -383,7 +397,7 @@ def load_surface(name: str) -> NamedSurface:
     """Return a surface by name; ValueError lists the known ones.
 
     >>> surface_names()
-    ['context', 'h200-native-skip', 'h200-sglang', 'h200-triton', 'moe']
+    ['context', 'h200-native-skip', 'h200-sglang', 'h200-triton', 'h200-triton-skip', 'moe']
     """
     if name not in surface_names():
         raise ValueError(f"no surface is called {name!r}: use one of {', '.join(surface_names())}")

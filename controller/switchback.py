@@ -31,8 +31,8 @@ from statistics import fmean, stdev
 import msgspec
 
 from controller.config import SwitchbackConfig
-from controller.replay_statistics import student_975
 from policies.interface import Grid, Plan
+from policies.student import student_975
 from sglang_hooks.wire import MASKED, DecisionSource, Hello, StepRecord
 
 CLAIM_PAIRS = 10
@@ -44,6 +44,8 @@ MATCHED_STEPS = 50.0
 TRIAL_PAIRS = CLAIM_PAIRS + 2
 """When the policy is tried again, so many pairs come one after the other, enough to tell whether it still loses:
 it is in force half of that time."""
+MOST_LOG_RATIO = 20.0
+"""Nothing is 500 million times as fast: such a pair comes of records or a file that are nonsense."""
 LEVEL_ERROR = 0.05
 TIGHTEST_PAIRS = 20
 """The confidence sequence is tightest about there."""
@@ -127,7 +129,7 @@ class Switchback:
 
     def __init__(self, config: SwitchbackConfig, server: Hello, seed: int, now: float) -> None:
         """``seed``: of the order and the place of pairs."""
-        self._config = config
+        self.config = config
         self._fallback = server.fallback_steps
         self._random = random.Random(f"switchback {seed}")  # noqa: S311
         self._log_ratios: deque[float] = deque(maxlen=KEPT_PAIRS)
@@ -154,13 +156,13 @@ class Switchback:
 
     def resume(self, stored: Stored, now: float, wall: float) -> None:
         """Go on from what was kept; a policy that was out of force stays so until its time."""
-        ratios = [ratio for ratio in stored.log_ratios if math.isfinite(ratio)]
+        ratios = [ratio for ratio in stored.log_ratios if abs(ratio) <= MOST_LOG_RATIO]
         self._log_ratios.extend(ratios)
         self._unmatched = max(stored.unmatched, 0)
         self._trial = stored.trial
         if stored.off_until:
             # A clock that was set back must not keep the policy off for longer than it ever would be.
-            self._off_until = now + min(max(stored.off_until - wall, 0.0), self._config.retry_seconds)
+            self._off_until = now + min(max(stored.off_until - wall, 0.0), self.config.retry_seconds)
         if self._trial:
             self._pair_at = now
 
@@ -201,12 +203,12 @@ class Switchback:
             self._end_pair(now)
 
     def _begin_block(self, now: float) -> None:
-        self._block = _Block(self._to_come.pop(0), now, now + self._config.block_seconds)
+        self._block = _Block(self._to_come.pop(0), now, now + self.config.block_seconds)
 
     def _end_block(self, now: float) -> None:
         block, first = self._block, self._first
         assert block is not None
-        if now - block.ends_at > self._config.block_seconds:  # the controller itself was stopped
+        if now - block.ends_at > self.config.block_seconds:  # the controller itself was stopped
             self.interrupted(now)
         elif first is None:
             self._first = block
@@ -233,20 +235,20 @@ class Switchback:
 
     @property
     def _period(self) -> float:
-        return 2.0 * self._config.block_seconds / self._config.share
+        return 2.0 * self.config.block_seconds / self.config.share
 
     def _drawn(self) -> float:
-        spare = self._period - 2.0 * self._config.block_seconds
+        spare = self._period - 2.0 * self.config.block_seconds
         return self._period_at + self._random.random() * max(spare, 0.0)
 
     def _judge(self, now: float) -> None:
         measured = self.measured
         if measured is None or measured.high >= 0.0:
             return
-        self._off_until = now + self._config.retry_seconds
+        self._off_until = now + self.config.retry_seconds
         self.news = (
             f"the policy is {describe(measured)} against the fallback K={self._fallback}: the fallback is in force, "
-            f"the policy is tried again in {_hours(self._config.retry_seconds)}"
+            f"the policy is tried again in {_hours(self.config.retry_seconds)}"
         )
 
     def _try_again(self, now: float) -> None:
@@ -265,7 +267,7 @@ class Switchback:
         block = self._block
         if block is None or block.epoch is None or step.epoch < block.epoch or step.source != DecisionSource.TABLE:
             return
-        if not block.begun_at + self._config.washout_seconds <= now < block.ends_at:
+        if not block.begun_at + self.config.washout_seconds <= now < block.ends_at:
             return
         if step.forwards != 1 or step.after_idle or step.seconds <= 0.0:
             return
@@ -314,7 +316,7 @@ def log_ratio(policy: dict[int, list[float]], fallback: dict[int, list[float]]) 
 
     Arguments are (steps, tokens, seconds) by batch size. Each arm's tokens and seconds are those of a
     mean step at each batch size, weighted by n m / (n + m) of the steps n and m that the arms have there.
-    None where that is less than ``MATCHED_STEPS`` of each arm.
+    None where that is less than ``MATCHED_STEPS`` of each arm, or the result is nonsense.
 
     >>> round(log_ratio({2: [100, 400.0, 1.0], 9: [50, 900.0, 1.0]}, {2: [50, 100.0, 0.5]}), 4)
     0.6931
@@ -332,7 +334,8 @@ def log_ratio(policy: dict[int, list[float]], fallback: dict[int, list[float]]) 
     if matched < MATCHED_STEPS:
         return None
     tokens, seconds, other_tokens, other_seconds = sums
-    return math.log(tokens / seconds) - math.log(other_tokens / other_seconds)
+    ratio = math.log(tokens) - math.log(seconds) - math.log(other_tokens) + math.log(other_seconds)
+    return ratio if abs(ratio) <= MOST_LOG_RATIO else None
 
 
 def measure(log_ratios: Sequence[float]) -> Measured:

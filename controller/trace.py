@@ -30,12 +30,12 @@ from urllib.parse import quote
 import msgspec
 import pyarrow as pa
 
-from controller.config import ConfigError, TraceConfig
+from controller.config import ConfigError, ServerConfig, TraceConfig
 from sglang_hooks.wire import WIRE_VERSION, Hello, StepRecord
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Of the segments; raise it with every change of SCHEMA or of the metadata."""
 BATCH_RECORDS = 4096
 """Largest record batch: it bounds what a reader holds at once (about 0.7 MB at batch size 16)."""
@@ -47,7 +47,7 @@ _SEGMENT_NAME = re.compile(r"\d{6,}\.arrows")
 _COLUMN_TYPES = {
     pa.bool_(): "after_idle graph overlap grammar",
     pa.int8(): "source previous_kind",
-    pa.int16(): "steps proposed_steps draft_tokens",
+    pa.int16(): "steps proposed_steps held_steps draft_tokens",
     pa.int32(): "batch_size padded_batch_size running queued retracted cell previous_width",
     pa.int64(): "record_seq step context_tokens kv_used_tokens epoch block forwards prefill_tokens",
     pa.float64(): "time seconds probability launch_gap_seconds",
@@ -58,6 +58,24 @@ SCHEMA = pa.schema(
     [pa.field(name, _TYPE_OF[name], nullable=name == "after_idle") for name in StepRecord.__struct_fields__]
 )
 """One column per StepRecord field, in its order; units are the record's own."""
+
+
+class Configuration(msgspec.Struct, frozen=True):
+    """Which configuration a segment's tables are made by, and since when."""
+
+    config: dict[str, Any]
+    """``mode``, ``policy`` and what else may differ between servers, as it was then: readers take other keys, too."""
+    epoch: int
+    """Of its first table: records of the segment with a lower one are of the configuration before."""
+    time: float
+    """At which it came in force, seconds since the Unix epoch."""
+    before: str
+    """Name of the policy before; empty at the start of the controller."""
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy."""
+        return str(self.config["policy"]["name"])
 
 
 def to_batch(records: Sequence[StepRecord]) -> Any:
@@ -124,8 +142,10 @@ class TraceWriter:
         self._folder = self._directory / folder_name(server_key)
         self._hello = hello
         self._config = config
+        self._configuration: Configuration | None = None
         self.written_records = 0
         self.lost_records = 0
+        self.failures = 0
         self.last_error = ""
         self._pending: list[StepRecord] = []
         self._now = self._flushed_at = self._retry_at = float("-inf")
@@ -164,6 +184,14 @@ class TraceWriter:
         if msgspec.structs.replace(hello, epoch=self._hello.epoch) != self._hello:
             self.close()
             self._hello = hello
+
+    def update_config(self, config: ServerConfig, epoch: int, time: float) -> None:
+        """Begin a new segment if the configuration is news; ``epoch`` is that of its first table."""
+        before, plain = self._configuration, msgspec.to_builtins(config)
+        if before is not None and before.config == plain:
+            return
+        self.close()
+        self._configuration = Configuration(plain, epoch, time, before.policy if before is not None else "")
 
     def close(self) -> None:
         """Write what is left and end the segment; a later ``append`` begins another."""
@@ -239,11 +267,13 @@ class TraceWriter:
         # segment may be deleted too early, and ``_write`` notices.
         with contextlib.suppress(OSError):
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        metadata = {
+        metadata: dict[str, str | bytes] = {
             "specpilot.trace": str(FORMAT_VERSION),
             "specpilot.wire": str(WIRE_VERSION),
             "specpilot.hello": msgspec.json.encode(msgspec.structs.asdict(self._hello)),
         }
+        if self._configuration is not None:
+            metadata["specpilot.config"] = msgspec.json.encode(self._configuration)
         self._put(SCHEMA.with_metadata(metadata).serialize())
 
     def _make_room(self) -> None:
@@ -291,6 +321,7 @@ class TraceWriter:
                     self._size = 0
             with contextlib.suppress(OSError):
                 self._close_segment()
+        self.failures += 1
         self._retry_at = self._now + RETRY_SECONDS
         cause = error.strerror or str(error)
         self.last_error = (

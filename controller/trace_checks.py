@@ -531,6 +531,7 @@ _BOUNDS: dict[str, tuple[int, int]] = {
     "context_tokens": (0, (1 << 53) - 1),
     "steps": (0, 4096),
     "proposed_steps": (0, 4096),
+    "held_steps": (0, 4096),
     "draft_tokens": (0, 4096),
     "running": (0, 1 << 20),
     "queued": (0, 1 << 30),
@@ -569,6 +570,8 @@ def _impossible(columns: Columns, hello: Hello) -> Iterator[tuple[str, str, NDAr
         yield name, f"is not within {shortest:g} and {longest:g}", ~((values >= shortest) & (values <= longest))
     probability = columns["probability"]
     yield "probability", "is not above 0 and at most 1", ~((probability > 0.0) & (probability <= 1.0))
+    unexplored = (columns["block"] < 0) & (columns["held_steps"] != columns["proposed_steps"])
+    yield "held_steps", "is not what was proposed, though nothing was explored", unexplored
     yield "record_seq", "is more than the forward passes there were", columns["record_seq"] > columns["step"]
     batch, drafts = columns["batch_size"], np.maximum(columns["draft_tokens"].astype(np.int64) - 1, 0)
     yield "padded_batch_size", "is less than batch_size", columns["padded_batch_size"] < batch

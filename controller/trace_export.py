@@ -31,7 +31,14 @@ ROWS = 1 << 16
 HELD_BYTES = 32 << 20
 """The same in bytes, for servers with large batches."""
 
-EXPORTED = pa.schema([pa.field("server", pa.string(), False), pa.field("instance", pa.string(), False), *SCHEMA])
+EXPORTED = pa.schema(
+    [
+        pa.field("server", pa.string(), False),
+        pa.field("instance", pa.string(), False),
+        pa.field("policy", pa.string(), False),
+        *SCHEMA,
+    ]
+)
 
 
 class ExportError(ValueError):
@@ -123,7 +130,7 @@ class _Collector:
         instance = segment.hello.instance
         self.hellos.setdefault(instance, msgspec.structs.asdict(segment.hello))
         names = [pa.repeat(text, batch.num_rows) for text in (server, instance)]
-        self._held.append(pa.record_batch([*names, *batch.columns], schema=EXPORTED))
+        self._held.append(pa.record_batch([*names, _policies(segment, batch), *batch.columns], schema=EXPORTED))
         self._rows += batch.num_rows
         self._bytes += batch.nbytes
         if self._rows >= ROWS or self._bytes >= HELD_BYTES:
@@ -134,6 +141,15 @@ class _Collector:
             self._sink.write(pa.Table.from_batches(self._held, EXPORTED).combine_chunks())
         self._held.clear()
         self._rows = self._bytes = 0
+
+
+def _policies(segment: Segment, batch: Any) -> Any:
+    """Return the name of the policy that was configured when each record's table was made; empty if unknown."""
+    configuration = segment.configuration
+    if configuration is None:
+        return pa.repeat("", batch.num_rows)
+    own = pc.greater_equal(batch["epoch"], configuration.epoch)
+    return pc.if_else(own, configuration.policy, configuration.before)
 
 
 def export_trace(

@@ -16,10 +16,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from controller.trace import Configuration
 from controller.trace_reader import Segment, TraceError, segments
 
 LISTED_FAULTS = 100
 """Gaps and damage that ``trace_info`` describes one by one, per server; all are counted."""
+
+
+LISTED_CONFIGURATIONS = 20
 
 
 class ServerTrace(msgspec.Struct):
@@ -37,6 +41,8 @@ class ServerTrace(msgspec.Struct):
     batch_size_median: int = 0
     """The lower one of an even number of records."""
     batch_size_max: int = 0
+    configurations: list[Configuration] = []
+    """That came in force, in order; the first is the one at the oldest segment."""
     dropped: int = 0
     """Records missing in gaps; what precedes the first record of the oldest segment is not known."""
     gaps: int = 0
@@ -80,6 +86,8 @@ def _server_info(name: str, paths: Sequence[Path], take: Take | None) -> ServerT
         try:
             segment = Segment(path)
             info.bytes_on_disk += segment.size
+            if segment.configuration is not None and segment.configuration not in info.configurations[-1:]:
+                info.configurations.append(segment.configuration)
             if segment.hello is not None and segment.hello.instance != instance:
                 last_seq = -1 if instance else None
                 instance = segment.hello.instance
@@ -138,6 +146,9 @@ def print_trace_info(info: dict[str, ServerTrace], console: Console) -> None:
             grid.add_row("time", f"{_when(server.first_time)} to {_when(server.last_time)}")
             grid.add_row("steps", share)
             grid.add_row("batch size", f"{sizes} (min / median / max)")
+        for one in server.configurations[-LISTED_CONFIGURATIONS:]:
+            config = msgspec.json.encode(one.config).decode()
+            grid.add_row("configured", escape(f"since {_when(one.time)}, epoch {one.epoch:,}: {config}"))
         console.print(grid)
         unlisted = server.gaps + server.torn + server.unreadable - len(server.faults)
         for text in (*server.faults, *([f"and {unlisted:,} more such lines"] if unlisted else [])):

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from controller.trace import FORMAT_VERSION, SCHEMA, segments_in
+from controller.trace import FORMAT_VERSION, SCHEMA, Configuration, segments_in
 from sglang_hooks.wire import Hello
 
 _MESSAGE_MARK = b"\xff\xff\xff\xff"
@@ -59,6 +59,7 @@ class Segment:
         """Read the header; raise TraceError unless it is a segment's, whole or cut short."""
         self.path = path
         self.hello: Hello | None = None
+        self.configuration: Configuration | None = None
         self.torn = False
         self.bytes_lost = 0
         self.offset = 0
@@ -73,6 +74,7 @@ class Segment:
             if len(prefix) == 8 and 8 + length <= self.size:
                 self._schema = pa.ipc.read_schema(pa.py_buffer(prefix + self._file.read(length)))
                 self.hello = _read_hello(path, self._schema)
+                self.configuration = _read_configuration(path, self._schema)
                 self.offset = max(8 + length, offset)
                 self._file.seek(self.offset)
         except (OSError, pa.ArrowException) as error:
@@ -97,6 +99,14 @@ class Segment:
                 raise TraceError(f"{self.path} cannot be read: {error}") from error
             return None  # pyarrow's way to say that a body is cut short
         return batch
+
+
+def _read_configuration(path: Path, schema: Any) -> Configuration | None:
+    text = (schema.metadata or {}).get(b"specpilot.config")
+    try:
+        return None if text is None else msgspec.json.decode(text, type=Configuration)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise TraceError(f"{path} tells its configuration in a way this specpilot cannot read: {error}") from error
 
 
 def _read_hello(path: Path, schema: Any) -> Hello:

@@ -272,8 +272,8 @@ def _arrival(row: list[str], columns: Sequence[int], header: list[str], where: s
     timestamp, *tokens = (row[column].strip() for column in columns)
     counts = []
     for name, text in zip(ARRIVAL_COLUMNS[1:], tokens, strict=True):
-        if not text.isdecimal() or int(text) < 1:
-            raise ArrivalsError(f"{where}: {name} is {text!r}, not a whole number above 0")
+        if not text.isdecimal() or len(text) > 15 or int(text) < 1:
+            raise ArrivalsError(f"{where}: {name} is {text[:40]!r}, not a whole number above 0")
         counts.append(int(text))
     return Arrival(_seconds(timestamp, where), *counts)
 

@@ -136,6 +136,7 @@ class CostModel:
         self._fingerprint = fingerprint(hello)
         self._captured = sorted(hello.captured_batch_sizes)
         self._candidates = tuple(sorted(hello.candidate_steps))
+        self._decode_skip = hello.skip == "decode"
         self._sizes: dict[int, float] = {}
         self._designs: dict[tuple[float, tuple[int, ...]], Design] = {}
         self._cells: dict[tuple[int, float], Cell] = {}
@@ -294,7 +295,7 @@ class CostModel:
         return size
 
     def _design(self, steps: int, size: float) -> Design:
-        return design_row(steps, size, not self._captured or size > self._captured[-1])
+        return design_row(steps, size, not self._captured or size > self._captured[-1], self._decode_skip)
 
     def _predict(self, steps: tuple[int, ...], batch_size: int, mean_context: float) -> tuple[Array, Array]:
         """Return seconds, shape (steps,), and the covariance of their logs, (steps, steps).

@@ -39,6 +39,9 @@ LEAST_LOSS = 0.35
 FLOOR_SHARE = 0.5
 """Of what may be lost to exploration in the long run, for a floor: the rest is for learning."""
 
+MOST_ERROR = 3.0
+"""Of the log of a ratio: a factor of 20 either way is as good as unknown."""
+
 LEAK_STEPS = 500.0
 """Steps in which credit beyond what may be saved falls to a third."""
 
@@ -91,27 +94,31 @@ class Budget:
 def expected_improvement(scores: Sequence[float], errors: Sequence[float], best: int) -> list[float]:
     """Expected improvement of each arm over arm ``best``, as a share of its score.
 
-    ``scores`` in tokens per second, ``errors`` relative standard errors of their ratio to that of
-    ``best``. The difference of two arms is taken as normal: EI = s*phi(z) + d*Phi(z), with z = d/s
-    (Mockus 1978; Jones et al. 1998).
+    ``scores`` in tokens per second, ``errors`` standard errors of the log of their ratio to that of
+    ``best``. The ratio r is taken as log-normal, since what is not known of it are factors; with m its
+    log and s the error, E max(r - 1, 0) = exp(m + s^2/2) Phi(m/s + s) - Phi(m/s). For small errors
+    that is the expected improvement of a normal difference (Mockus 1978; Jones et al. 1998).
 
-    >>> [round(x, 3) for x in expected_improvement([100.0, 99.0, 50.0], [0.0, 0.02, 0.02], 0)]
-    [0.0, 0.004, 0.0]
+    >>> [round(x, 3) for x in expected_improvement([100.0, 99.0, 50.0, 30.0], [0.0, 0.02, 0.02, 0.8], 0)]
+    [0.0, 0.004, 0.0, 0.033]
     """
     found = []
     for arm, score in enumerate(scores):
-        if arm == best:
+        if arm == best or score <= 0.0:
             found.append(0.0)
             continue
-        difference = score / scores[best] - 1.0
-        spread = errors[arm] * score / scores[best]
-        if spread <= 0.0:
-            found.append(max(difference, 0.0))
+        middle, error = math.log(score / scores[best]), errors[arm]
+        if error <= 0.0:
+            found.append(max(score / scores[best] - 1.0, 0.0))
             continue
-        z = difference / spread
-        density = math.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
-        found.append(spread * density + difference * 0.5 * math.erfc(-z / math.sqrt(2.0)))
+        mean = score / scores[best] * math.exp(min(error, MOST_ERROR) ** 2 / 2.0)
+        found.append(max(mean * _below(middle / error + error) - _below(middle / error), 0.0))
     return found
+
+
+def _below(z: float) -> float:
+    """Return the standard normal distribution at ``z``."""
+    return 0.5 * math.erfc(-z / math.sqrt(2.0))
 
 
 def alternatives(
@@ -164,10 +171,10 @@ def floored(
 ) -> tuple[tuple[int, float], ...]:
     """Return ``tried`` with at least ``floor`` for every other K that is ``allowed``, as far as that loses little.
 
-    What can be told from a log of a policy that never ran is told by what was drawn (``estimators.py``),
+    What can be told from a log of a policy that never ran is told by what was drawn (``overlap.py``),
     so a floor buys answers, not better decisions. It loses at most FLOOR_SHARE of ``rate``, evenly over the K:
-    one that loses much is drawn more rarely. Together they stay below MOST, so that what is ordinary
-    can be told by its probability.
+    one that loses much is drawn more rarely. Together they stay below MOST, so that
+    the table's own K is the rule.
 
     >>> floored(((3, 0.02),), [0, 1, 3], best=1, losses=[0.5, 0.0, 0.01], allowed=[True] * 3, floor=0.01, rate=0.004)
     ((3, 0.02), (0, 0.00169))

@@ -104,17 +104,23 @@ class Goodput(Policy):
         bears it, so that the log can tell what other policies would have earned; 0: what is of use alone.
         """
         self.vetoes = Vetoes()
-        if max_steps is not None:
-            self.vetoes.place("operator", max_steps, float("inf"), "policy.max_steps")
         self._prior = prior
-        self._objective = time_per_output_token
-        self._floor = exploration_floor
+        self.configure(time_per_output_token, max_steps, exploration_floor)
         self._server: Hello | None = None
         self._grid = Grid()
         self._cells: list[_Cell] = []
         self._recent: list[tuple[int, int]] = []
         """Cell and applied K of the newest steps."""
         self._now = 0.0
+
+    def configure(self, time_per_output_token: float | None, max_steps: int | None, exploration_floor: float) -> None:
+        """Change the objective and the bounds; what was learned stays, and every cell is decided anew."""
+        self._objective = time_per_output_token
+        self._floor = exploration_floor
+        self._all_anew = True
+        self.vetoes.lift("operator")
+        if max_steps is not None:
+            self.vetoes.place("operator", max_steps, float("inf"), "policy.max_steps")
 
     def _begin(self, server: Hello) -> None:
         self._server = server
@@ -128,6 +134,7 @@ class Goodput(Policy):
         self._watch = Watch(max(self._arms[-1], 1))
         self._recent = []
         self._explored_steps, self._explored_seconds = 0, 0.0
+        self._all_anew = False
         self._turn = 0
         self._held = server.fallback_steps
         self._applied = AppliedSteps(server.topk)
@@ -245,8 +252,10 @@ class Goodput(Policy):
         self.urgent = False
         self._recent = self._recent[-RECENT_STEPS:]
         visits = Counter(cell for cell, _ in self._recent)
-        for cell in {*visits, *self._next_in_turn()}:
+        anew = [index for index, cell in enumerate(self._cells) if cell.scores] if self._all_anew else []
+        for cell in {*visits, *self._next_in_turn(), *anew}:
             self._decide_cell(cell)
+        self._all_anew = False
         bound = self.vetoes.max_steps(now)
         allowed = [k for k in self._arms if bound is None or k <= bound] or self._arms[:1]
         skipping = bool(visits) and self._skips(self._cells[visits.most_common(1)[0][0]])

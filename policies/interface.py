@@ -61,7 +61,9 @@ class Plan:
     """Alternatives (steps, probability) by cell."""
     block_steps: int = 1
 
-    def table(self, epoch: int, lease_seconds: float, policy: str, seed: int = 0) -> DecisionTable:
+    def table(
+        self, epoch: int, lease_seconds: float, policy: str, seed: int = 0, shadow: bool = False
+    ) -> DecisionTable:
         """Put the plan on the wire; ``seed`` stays the same for all plans of a server."""
         return DecisionTable(
             epoch=epoch,
@@ -75,6 +77,7 @@ class Plan:
             explore={cell: list(row) for cell, row in self.explore.items()},
             block_steps=self.block_steps,
             seed=seed,
+            shadow=shadow,
         )
 
 

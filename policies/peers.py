@@ -195,7 +195,7 @@ class SGLangAdaptive(TablePolicy):
     def _decide(self, batch_size: int) -> Launch:
         steps = self._params.get_steps_for_batch(batch_size)
         self.held_steps = steps
-        return Launch(self.forward_iter, steps, steps, DecisionSource.FALLBACK, 0, -1, 1.0, -1)
+        return Launch(self.forward_iter, steps, steps, steps, DecisionSource.FALLBACK, 0, -1, 1.0, -1)
 
     def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
         """Feed SGLang's policy; K changes at the next launch."""

@@ -47,6 +47,10 @@ class Vetoes:
         """Put a veto in force, instead of any other of that name; ``until`` may be infinite."""
         self._placed[name] = Veto(max_steps, until, reason)
 
+    def lift(self, name: str) -> None:
+        """Take the veto of that name, if there is one, out of force."""
+        self._placed.pop(name, None)
+
     def max_steps(self, now: float) -> int | None:
         """Return the largest K that no veto forbids; None without any."""
         for name in [name for name, veto in self._placed.items() if now >= veto.until]:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_hooks.broadcast import AllGather, Confirmation, PolicyUpdate, UpdateSource, apply_update
+from sglang_hooks.connection import is_tcp, read_keys
 from sglang_hooks.context import ContextTracker, ended_rows
 from sglang_hooks.link import Link, Mailbox, RecordQueue
 from sglang_hooks.recorder import Recorder
@@ -76,6 +77,7 @@ class Agent:
         self._link: Link | None = None
         self._queue = RecordQueue(settings.queue_records)
         self.failures = 0
+        self.skips_as_verify = 0
 
     def start(
         self,
@@ -83,7 +85,12 @@ class Agent:
         load: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
         all_gather: AllGather = lambda value: [value],
     ) -> None:
-        """Begin to record, and on rank 0 to talk to the controller; returns at once."""
+        """Begin to record, and on rank 0 to talk to the controller; returns at once.
+
+        Raises EndpointError, on rank 0, for key files that cannot be used.
+        """
+        if facts.rank == 0 and is_tcp(self.settings.endpoint):
+            read_keys(self.settings.key_files)  # the link reads them when it connects: too late to end the start
         self._facts = facts
         self._all_gather = all_gather
         if facts.rank == 0:
@@ -94,6 +101,7 @@ class Agent:
             self._source = UpdateSource(self.settings, self.policy, mailbox, facts.tp_size)
             self._link = Link(
                 self.settings.endpoint,
+                self.settings.key_files,
                 self.hello,
                 self.state,
                 self._queue,
@@ -142,6 +150,10 @@ class Agent:
                 self.recorder.launched(batch, decode)
             except Exception:
                 self._failed("recording a launch")
+
+    def skipped_by_verify(self) -> None:
+        """A step with K=0 goes SGLang's own way."""
+        self.skips_as_verify += 1
 
     def retracted(self, requests: int) -> None:
         """After requests were put back into the queue for want of KV cache."""
@@ -229,6 +241,10 @@ class Agent:
                 "steps_mismatched": recorder.steps_mismatched if recorder is not None else 0,
                 "rows_quarantined": recorder.rows_quarantined if recorder is not None else 0,
                 "lease_expiries": policy.lease_expiries,
+                "fallbacks": policy.fallbacks,
+                "rank_mismatches": self.confirmation.mismatches,
+                "steps_capped": policy.steps_capped,
+                "skips_as_verify": self.skips_as_verify,
                 "hook_failures": self.failures,
             },
             halt_reason=policy.halt_reason,

@@ -112,10 +112,11 @@ class UpdateSource:
 
 @dataclass
 class Confirmation:
-    """What the last comparison of the ranks found."""
+    """What the last comparison of the ranks found, and how many found a difference."""
 
     epoch: int = 0
     ranks: int = 0
+    mismatches: int = 0
 
 
 def apply_update(
@@ -136,6 +137,7 @@ def apply_update(
         if all(one == held[0] for one in held):
             confirmation.epoch, confirmation.ranks = epoch, len(held)
             return
+        confirmation.mismatches += 1
         what = "table epochs", "decisions", "SPECPILOT_ settings"
         differing = [name for name, values in zip(what, zip(*held, strict=True), strict=True) if len(set(values)) > 1]
         reason = f"the ranks differ in their {', '.join(differing)}"

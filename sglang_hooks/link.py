@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import zmq
 
+from sglang_hooks.connection import EndpointError, KeyFiles, Watch, connect
+from sglang_hooks.counters import Announcer
 from sglang_hooks.table_policy import CompiledTable, TableError
 from sglang_hooks.wire import (
     MAX_MESSAGE_BYTES,
@@ -48,6 +50,12 @@ SILENCE_SECONDS = 5.0
 REBUILD_SECONDS = 10.0
 """With nothing sent or heard for this long the socket is made anew: after a frame that is too
 large, or not ZMTP, libzmq gives a connection up without ever trying it again."""
+
+RETRY_SECONDS = 1.0
+"""Between two looks at a folder or keys that cannot be used, and before a refused key is tried again."""
+
+REMIND_SECONDS = 3600.0
+"""Why there is no connection is logged once, and again after this long if it still holds."""
 
 STOP_SECONDS = 0.5
 """At the end ZMQ may take this long to hand over frames it holds already: it would drop them at once."""
@@ -117,6 +125,7 @@ class Link(threading.Thread):
     def __init__(
         self,
         endpoint: str,
+        keys: KeyFiles,
         hello: Callable[[], Hello],
         state: Callable[[], HookState],
         queue: RecordQueue,
@@ -125,6 +134,7 @@ class Link(threading.Thread):
     ) -> None:
         super().__init__(name="specpilot-link", daemon=True)
         self._endpoint = endpoint
+        self._keys = keys
         self._hello = hello
         self._state = state
         self._queue = queue
@@ -134,12 +144,17 @@ class Link(threading.Thread):
         self._newest_epoch = self._refused_epoch = 0
         self._stopping = threading.Event()
         self._said: set[str] = set()
+        self._complained_at: dict[str, float] = {}
         self.counters = {
             "tables_received": 0,
             "tables_refused": 0,
+            "tables_replayed": 0,
             "messages_refused": 0,
             "leases_ignored": 0,
+            "link_rebuilds": 0,
+            "handshakes_failed": 0,
         }
+        self._announcer = Announcer()
 
     def stop(self, timeout: float = 2.0) -> None:
         """Send what is queued, as far as the controller takes it at once, and end the thread."""
@@ -155,17 +170,28 @@ class Link(threading.Thread):
         """Thread body: until ``stop``, or the process ends."""
         context = zmq.Context()
         try:
-            while True:
-                with context.socket(zmq.DEALER) as socket:
-                    self._configure(socket)
-                    socket.connect(self._endpoint)
-                    if self._serve(socket):
-                        return
+            while not self._session(context):
+                pass
         except Exception:
             # Nothing here may reach the server; without this thread the lease runs out by itself.
             logger.exception("specpilot: the link to %s has ended, the server goes on without it", self._endpoint)
         finally:
             context.destroy(linger=0)
+
+    def _session(self, context: zmq.Context[zmq.Socket[bytes]]) -> bool:
+        """Live with one socket until it must be made anew (False) or the thread ends (True)."""
+        with context.socket(zmq.DEALER) as socket, Watch(socket) as watch:
+            self._configure(socket)
+            try:
+                connect(socket, self._endpoint, self._keys)
+            except (EndpointError, OSError) as error:
+                # No folder is a controller that was not started yet; anything else, an operator must hear of.
+                if not isinstance(error, FileNotFoundError):
+                    self._complain(str(error))
+                return self._stopping.wait(RETRY_SECONDS)
+            ended = self._serve(socket, watch)
+            self.counters["link_rebuilds"] += not ended
+            return ended
 
     def _configure(self, socket: zmq.Socket[bytes]) -> None:
         socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
@@ -177,12 +203,13 @@ class Link(threading.Thread):
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
 
-    def _serve(self, socket: zmq.Socket[bytes]) -> bool:
+    def _serve(self, socket: zmq.Socket[bytes], watch: Watch) -> bool:
         """Talk over one socket until it must be rebuilt (False) or the thread ends (True)."""
         next_state = next_hello = 0.0
         greeted = False
         heard_at = float("-inf")
         alive_at = monotonic()
+        retry_at = float("inf")
         last_said: tuple[int, int, int] | None = None
         while True:
             if socket.poll(int(DRAIN_SECONDS * 1000)):
@@ -197,6 +224,7 @@ class Link(threading.Thread):
                 greeted = sent = self._send(socket, encode(self._hello()))
                 next_hello = now + STATE_SECONDS if greeted else now
             state = self._state()
+            self._announcer.look(state.counters)
             said = (state.source, state.epoch, state.confirmed_epoch)
             if greeted and (now >= next_state or said != last_said or stopping):
                 sent = self._send(socket, encode(state))
@@ -206,9 +234,17 @@ class Link(threading.Thread):
             if stopping:
                 socket.setsockopt(zmq.LINGER, int(STOP_SECONDS * 1000))
                 return True
+            for failure in watch.failures():
+                self.counters["handshakes_failed"] += 1
+                self._complain(failure.seen_by_client(self._endpoint))
+                if failure.final:
+                    retry_at = min(retry_at, now + RETRY_SECONDS)
             if sent or heard_at > alive_at:
                 alive_at = now
             elif now - alive_at > REBUILD_SECONDS:
+                self._complain(f"nothing answers there for {REBUILD_SECONDS:g} s: is it started, and reachable?")
+                return False
+            if now >= retry_at:
                 return False
 
     def _send(self, socket: zmq.Socket[bytes], frame: bytes) -> bool:
@@ -253,7 +289,7 @@ class Link(threading.Thread):
     def _take_table(self, table: DecisionTable) -> None:
         self.counters["tables_received"] += 1
         if table.epoch <= self._newest_epoch:
-            self._refuse("tables_refused", f"table of epoch {table.epoch} is not newer than {self._newest_epoch}")
+            self._refuse("tables_replayed", f"table of epoch {table.epoch} is not newer than {self._newest_epoch}")
             return
         try:
             compiled = CompiledTable.compile(table, self._candidates)
@@ -273,6 +309,13 @@ class Link(threading.Thread):
             self._refuse("leases_ignored", f"lease for epoch {lease.epoch}, the newest table is {self._newest_epoch}")
             return
         self._mailbox.lease = (lease.epoch, monotonic() + lease.lease_seconds)
+
+    def _complain(self, cause: str) -> None:
+        """Log why there is no connection, once an hour for each cause."""
+        now = monotonic()
+        if now - self._complained_at.get(cause, float("-inf")) >= REMIND_SECONDS:
+            self._complained_at[cause] = now
+            logger.warning("specpilot: no connection to the controller at %s: %s", self._endpoint, cause)
 
     def _refuse(self, counter: str, text: str) -> None:
         """Count, and log once per kind: a controller gone wrong must not fill the server's log."""

@@ -1,10 +1,10 @@
 """Where Specpilot enters SGLang: the entry point of ``sglang.srt.plugins``, and every hook.
 
 SGLang calls ``activate`` in each of its processes. Without SPECPILOT_ENDPOINT it returns at
-once. With it, it checks the version and replaces ``AdaptiveSpeculativeParams``, the policy
-class of ``--speculative-adaptive``. SGLang builds that class only in scheduler processes
-that adapt, so its constructor is where the other hooks are put in place: they touch modules
-that the tokenizer and the detokenizer should not import.
+once. With it, it checks SGLang's version and code (see contract.py), and replaces
+``AdaptiveSpeculativeParams``, the policy class of ``--speculative-adaptive``. SGLang builds that
+class only in scheduler processes that adapt, so its constructor is where the other hooks are put
+in place: they touch modules that the tokenizer and the detokenizer should not import.
 
     target                                            what the hook does
     AdaptiveSpeculativeParams                         is replaced by SglangTablePolicy
@@ -36,62 +36,47 @@ So whatever goes wrong here ends the start: SystemExit passes SGLang's handler.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import os
-import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from sglang_hooks.agent import Agent, ServerFacts, default_server_id
+from sglang_hooks.agent import Agent
 from sglang_hooks.broadcast import PolicyUpdate
-from sglang_hooks.settings import Settings, SettingsError
-from sglang_hooks.skip import (
-    DecodeSkip,
-    is_out_of_memory,
-    marker_class,
-    owned_length_target,
-    unsupported_reason,
-    version_reason,
+from sglang_hooks.connection import EndpointError
+from sglang_hooks.contract import (
+    BATCH,
+    DRAFT_WORKER,
+    EAGLE_DRAFT,
+    ENTRY,
+    HOOKS,
+    POLICY_CLASS,
+    PROCESSOR,
+    RECEIVER,
+    RIG_VERSION,
+    ROW_POOL,
+    SCHEDULER,
+    SKIP,
+    TESTED_VERSIONS,
+    WORKER,
+    WORKER_MODULE,
+    Use,
+    installed_moved,
+    owned_length,
 )
+from sglang_hooks.patches import Hook, Patch, PatchError, apply, revert
+from sglang_hooks.server_facts import load_of, server_facts
+from sglang_hooks.settings import Settings, SettingsError
+from sglang_hooks.skip import DecodeSkip, is_out_of_memory, marker_class, unsupported_reason, version_reason
 from sglang_hooks.table_policy import TablePolicy
 from sglang_hooks.tree import TreeController, drafts_a_tree
 
-if TYPE_CHECKING:
-    from sglang.srt.plugins.hook_registry import HookSource, HookType
-
 logger = logging.getLogger(__name__)
-
-TESTED_VERSIONS = ("0.5.20", "0.5.21", "0.5.22", "0.5.23")
-RIG_VERSION = "0.5.17"
-"""Runs on the GPU rig of this project only; its adaptive mode must start at the widest step."""
-
-POLICY_CLASS = "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams"
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-_BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
-_COMPONENTS = "sglang.srt.managers.scheduler_components"
-_WORKER = "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2"
-_EAGLE_DRAFT = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
-_DRAFT_WORKER = "sglang.srt.speculative.base_spec_worker.EagleDraftWorkerBase"
-_ROW_FREE = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free"
-_WORKER_LOGGER = "sglang.srt.speculative.eagle_worker_v2"
 
 _RESTORE = "adaptive_spec.restore"
 """The name under which SGLang logs each switch in its list of overrides."""
-
-
-@dataclass(frozen=True)
-class _Patch:
-    """One patched attribute, and what ``uninstall`` puts back."""
-
-    target: str
-    owner: Any
-    name: str
-    original: Any
-    wraps_others: bool
-    """Another plugin's hooks were applied already: ``original`` is their wrapper."""
 
 
 @dataclass
@@ -102,7 +87,7 @@ class _Installed:
     agent: Agent | None = None
     skip: DecodeSkip | None = None
     """Set once its graphs are captured; None where K=0 is SGLang's own."""
-    patches: list[_Patch] = field(default_factory=list)
+    patches: list[Patch] = field(default_factory=list)
 
 
 _installed = _Installed()
@@ -121,32 +106,19 @@ def activate() -> None:
 
     from sglang.srt.plugins.hook_registry import HookType
 
-    _check_signatures()
-    hooks: list[tuple[str, Any, HookType]] = [(POLICY_CLASS, _policy_class(), HookType.REPLACE)]
+    _check(ENTRY)
+    hooks: list[Hook] = [(POLICY_CLASS, _policy_class(), HookType.REPLACE)]
     if "sglang.srt.managers.scheduler" in sys.modules:  # a scheduler process, or the one that starts them
-        hooks.append((f"{_SCHEDULER}.maybe_init_draft_worker", _after_init_draft_worker, HookType.AFTER))
-        hooks.append((f"{_SCHEDULER}.init_model_worker", _after_init_model_worker, HookType.AFTER))
+        hooks.append((f"{SCHEDULER}.maybe_init_draft_worker", _after_init_draft_worker, HookType.AFTER))
+        hooks.append((f"{SCHEDULER}.init_model_worker", _after_init_model_worker, HookType.AFTER))
     _install(hooks)
 
 
 def uninstall() -> None:
     """Take every hook out and leave SGLang's classes as they were; stops the agent."""
     global _installed
-    from sglang.srt.plugins.hook_registry import HookRegistry, _propagate_patch
-
-    for patch in reversed(_installed.patches):
-        current = inspect.getattr_static(patch.owner, patch.name)
-        setattr(patch.owner, patch.name, patch.original)
-        if isinstance(patch.original, type):
-            _propagate_patch(current, patch.original, patch.owner)
-        hooks = HookRegistry._hooks.pop(patch.target)
-        HookRegistry._patched.discard(patch.target)
-        if others := [hook for hook in hooks if hook[2] != _source()]:
-            HookRegistry._hooks[patch.target] = others
-        if patch.wraps_others:
-            HookRegistry._patched.add(patch.target)
-    HookRegistry.apply_hooks()  # of other plugins that had been applied together with ours
-    logging.getLogger(_WORKER_LOGGER).removeFilter(_not_a_switch)
+    revert(_installed.patches)
+    logging.getLogger(WORKER_MODULE).removeFilter(_not_a_switch)
     if _installed.agent is not None:
         _installed.agent.stop()
     _installed = _Installed()
@@ -166,103 +138,31 @@ def _check_version(settings: Settings) -> None:
     version = sglang.__version__
     if version in (*TESTED_VERSIONS, RIG_VERSION) or settings.allow_untested:
         return
+    moved = installed_moved(ENTRY + HOOKS + SKIP)
+    differs = f"its code differs: {'; '.join(moved)}" if moved else "its code has all that the hooks use"
     _refuse(
         f"SGLang {version} is not one of the tested versions {', '.join(TESTED_VERSIONS)}: install one of them, "
-        "unset SPECPILOT_ENDPOINT, or set SPECPILOT_ALLOW_UNTESTED=1 to try"
+        f"unset SPECPILOT_ENDPOINT, or set SPECPILOT_ALLOW_UNTESTED=1 to try ({differs})"
     )
 
 
-_SIGNATURES = {
-    f"{POLICY_CLASS}.__init__": ("self", "initial_steps", "cfg_path"),
-    "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController.activate_step_by_batch": (
-        "self",
-        "batch_size",
-    ),
-    "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController.on_verify_complete": (
-        "self",
-        "num_correct_drafts_per_req",
-        "batch_size",
-    ),
-    "sglang.srt.speculative.adaptive_spec_params.resolve_candidate_steps_from_config": ("cfg_path",),
-}
-_SCHEDULER_SIGNATURES = {
-    f"{_COMPONENTS}.request_receiver.SchedulerRequestReceiver._pull_raw_reqs": ("self",),
-    f"{_COMPONENTS}.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_decode": (
-        "self",
-        "batch",
-        "result",
-    ),
-    f"{_SCHEDULER}.init_request_dispatcher": ("self",),
-    f"{_WORKER}.apply_runtime_state": ("self", "state"),
-    f"{_DRAFT_WORKER}._rebuild_topk1_chain_buffers": ("self",),
-    f"{_WORKER}._build_trivial_verify_input": ("self", "batch"),
-}
-_FIELDS = {
-    "sglang.srt.managers.utils.GenerationBatchResult": (
-        "num_correct_drafts_per_req_cpu",
-        "speculative_num_draft_tokens",
-        "copy_done",
-        "can_run_cuda_graph",
-    ),
-    "sglang.srt.managers.schedule_batch.ScheduleBatch": (
-        "forward_iter",
-        "launch_ts",
-        "has_grammar",
-        "forward_mode",
-    ),
-}
+def _check(uses: tuple[Use, ...]) -> None:
+    if moved := installed_moved(uses):
+        _moved("; ".join(moved))
 
 
-def _check_signatures(signatures: dict[str, tuple[str, ...]] = _SIGNATURES) -> None:
-    for target, expected in signatures.items():
-        try:
-            found = tuple(inspect.signature(pkgutil.resolve_name(target)).parameters)
-        except (ImportError, AttributeError) as error:
-            _moved(target, str(error))
-        if found != expected:
-            _moved(target, f"its parameters are {found}, not {expected}")
+def _moved(what: str) -> NoReturn:
+    _refuse(
+        f"this SGLang is not what this release of specpilot knows ({what}): "
+        f"install one of {', '.join(TESTED_VERSIONS)}, or unset SPECPILOT_ENDPOINT"
+    )
 
 
-def _check_fields() -> None:
-    for target, names in _FIELDS.items():
-        fields = getattr(pkgutil.resolve_name(target), "__dataclass_fields__", {})
-        for name in names:
-            if name not in fields:
-                _moved(target, f"it has no field {name!r}")
-
-
-def _moved(target: str, why: str) -> NoReturn:
-    _refuse(f"{target} is not what this release of specpilot knows ({why}): use a tested SGLang")
-
-
-def _source() -> HookSource:
-    from sglang.srt.plugins.hook_registry import HookSource
-
-    return HookSource(plugin_name="specpilot", dist_name="specpilot")
-
-
-def _install(hooks: Sequence[tuple[str, Any, HookType]]) -> None:
-    """Register and apply hooks, and make sure that each is really in place."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    patches = []
-    foreign: dict[str, list[Any]] = {}
-    for target, hook, kind in hooks:
-        owner_path, name = target.rsplit(".", 1)
-        owner = pkgutil.resolve_name(owner_path)
-        if target in HookRegistry._patched:
-            # SGLang would skip ours: it applies a target's hooks once. Wrap what is there.
-            foreign[target] = HookRegistry._hooks.pop(target)
-            HookRegistry._patched.discard(target)
-        patches.append(_Patch(target, owner, name, inspect.getattr_static(owner, name), target in foreign))
-        HookRegistry.register(target, hook, kind, source=_source())
-    _installed.patches.extend(patches)
-    HookRegistry.apply_hooks()
-    for target, others in foreign.items():
-        HookRegistry._hooks[target] = others + HookRegistry._hooks[target]
-    for patch in patches:
-        if inspect.getattr_static(patch.owner, patch.name) is patch.original:
-            _moved(patch.target, "SGLang could not patch it, see its log")
+def _install(hooks: Sequence[Hook]) -> None:
+    try:
+        apply(hooks, _installed.patches)
+    except PatchError as error:
+        _moved(str(error))
 
 
 def _not_a_switch(record: logging.LogRecord) -> bool:
@@ -309,23 +209,20 @@ def _check_rig(candidates: Sequence[int], initial_steps: int) -> None:
 def _install_scheduler_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookType
 
-    _check_signatures(_SCHEDULER_SIGNATURES)
-    _check_fields()
-    receiver = f"{_COMPONENTS}.request_receiver.SchedulerRequestReceiver"
-    processor = f"{_COMPONENTS}.batch_result_processor.SchedulerBatchResultProcessor"
+    _check(HOOKS)
     _install(
         [
-            (f"{_SCHEDULER}.init_request_dispatcher", _after_init_request_dispatcher, HookType.AFTER),
-            (f"{receiver}._pull_raw_reqs", _after_pull_raw_reqs, HookType.AFTER),
-            (f"{_BATCH}.retract_decode", _after_retract_decode, HookType.AFTER),
-            (f"{_WORKER}.forward_batch_generation", _around_forward, HookType.AROUND),
-            (f"{processor}.process_batch_result_decode", _around_decode_result, HookType.AROUND),
-            (f"{_WORKER}.apply_runtime_state", _around_apply_runtime_state, HookType.AROUND),
-            (f"{_DRAFT_WORKER}._rebuild_topk1_chain_buffers", _around_rebuild_chain_buffers, HookType.AROUND),
-            (f"{_WORKER}._build_trivial_verify_input", _around_build_trivial_verify_input, HookType.AROUND),
+            (f"{SCHEDULER}.init_request_dispatcher", _after_init_request_dispatcher, HookType.AFTER),
+            (f"{RECEIVER}._pull_raw_reqs", _after_pull_raw_reqs, HookType.AFTER),
+            (f"{BATCH}.retract_decode", _after_retract_decode, HookType.AFTER),
+            (f"{WORKER}.forward_batch_generation", _around_forward, HookType.AROUND),
+            (f"{PROCESSOR}.process_batch_result_decode", _around_decode_result, HookType.AROUND),
+            (f"{WORKER}.apply_runtime_state", _around_apply_runtime_state, HookType.AROUND),
+            (f"{DRAFT_WORKER}._rebuild_topk1_chain_buffers", _around_rebuild_chain_buffers, HookType.AROUND),
+            (f"{WORKER}._build_trivial_verify_input", _around_build_trivial_verify_input, HookType.AROUND),
         ]
     )
-    logging.getLogger(_WORKER_LOGGER).addFilter(_not_a_switch)
+    logging.getLogger(WORKER_MODULE).addFilter(_not_a_switch)
 
 
 def _install_skip_hooks() -> None:
@@ -336,14 +233,14 @@ def _install_skip_hooks() -> None:
         return
     _install(
         [
-            (f"{_WORKER}.init_cuda_graphs", _after_init_cuda_graphs, HookType.AFTER),
-            (f"{_WORKER}.verify", _around_verify, HookType.AROUND),
-            (f"{_WORKER}._stub_skipped_draft_extend", _around_draft_extend, HookType.AROUND),
-            (f"{_EAGLE_DRAFT}._draft_extend_for_decode", _around_draft_extend, HookType.AROUND),
-            (f"{_EAGLE_DRAFT}.draft", _around_draft, HookType.AROUND),
-            (f"{_EAGLE_DRAFT}._draft_extend_for_prefill", _after_draft_prefill, HookType.AFTER),
-            (_ROW_FREE, _before_row_free, HookType.BEFORE),
-            (owned_length_target(), _after_owned_length, HookType.AFTER),
+            (f"{WORKER}.init_cuda_graphs", _after_init_cuda_graphs, HookType.AFTER),
+            (f"{WORKER}.verify", _around_verify, HookType.AROUND),
+            (f"{WORKER}._stub_skipped_draft_extend", _around_draft_extend, HookType.AROUND),
+            (f"{EAGLE_DRAFT}._draft_extend_for_decode", _around_draft_extend, HookType.AROUND),
+            (f"{EAGLE_DRAFT}.draft", _around_draft, HookType.AROUND),
+            (f"{EAGLE_DRAFT}._draft_extend_for_prefill", _after_draft_prefill, HookType.AFTER),
+            (f"{ROW_POOL}.free", _before_row_free, HookType.BEFORE),
+            (owned_length(), _after_owned_length, HookType.AFTER),
         ]
     )
 
@@ -428,11 +325,14 @@ def _after_init_request_dispatcher(result: Any, scheduler: Any) -> None:  # noqa
     agent = _agent()
     scheduler._request_dispatcher += TypeBasedDispatcher([(PolicyUpdate, agent.apply)])
     ranks = getattr(scheduler, "ps", None) or get_parallel()
-    agent.start(
-        _server_facts(scheduler, ranks, agent.settings),
-        load=lambda: _load(scheduler),
-        all_gather=scheduler.tp_group.all_gather_object if ranks.tp_size > 1 else lambda value: [value],
-    )
+    try:
+        agent.start(
+            server_facts(scheduler, ranks, agent.settings.server_id, _installed.skip is not None),
+            load=lambda: load_of(scheduler),
+            all_gather=scheduler.tp_group.all_gather_object if ranks.tp_size > 1 else lambda value: [value],
+        )
+    except EndpointError as error:
+        _refuse(str(error))
     logger.info(
         "specpilot: in place on rank %d (%s, candidate steps %s, %s)",
         ranks.tp_rank,
@@ -440,56 +340,6 @@ def _after_init_request_dispatcher(result: Any, scheduler: Any) -> None:  # noqa
         agent.policy.candidate_steps,
         agent.settings.endpoint,
     )
-
-
-def _server_facts(scheduler: Any, ranks: Any, settings: Settings) -> ServerFacts:
-    import sglang
-
-    args = scheduler.server_args
-    runner = scheduler.tp_worker.model_runner
-    graphs = runner.decode_cuda_graph_runner
-    return ServerFacts(
-        server_id=settings.server_id or default_server_id(_host(args.host), args.port),
-        model=args.model_path,
-        draft_model=args.speculative_draft_model_path or "",
-        algorithm=args.speculative_algorithm,
-        topk=scheduler.draft_worker.topk,
-        tree_tokens=scheduler.draft_worker.speculative_num_draft_tokens if scheduler.draft_worker.topk > 1 else 0,
-        captured_batch_sizes=tuple(graphs.capture_bs) if graphs is not None else (),
-        max_running_requests=scheduler.max_running_requests,
-        kv_tokens=scheduler.max_total_num_tokens,
-        overlap=scheduler.enable_overlap,
-        rank=ranks.tp_rank,
-        tp_size=ranks.tp_size,
-        dp_size=args.dp_size,
-        dp_rank=ranks.dp_rank or 0,
-        gpu=_gpu_name(),
-        sglang_version=sglang.__version__,
-        context_length=scheduler.model_config.context_len,
-        skip="verify" if _installed.skip is None else "decode",
-    )
-
-
-def _host(host: str | None) -> str:
-    """A name that tells servers of different machines apart: loopback and any-address do not."""
-    return "" if host in (None, "", "127.0.0.1", "localhost", "0.0.0.0", "::", "::1") else str(host)  # noqa: S104
-
-
-def _gpu_name() -> str:
-    from sglang.srt.utils import get_device_name
-
-    try:
-        return str(get_device_name())
-    except Exception:  # the name is for people and fingerprints; a driver without one is no reason to stop
-        logger.warning("specpilot: the accelerator did not tell its name", exc_info=True)
-        return "unknown"
-
-
-def _load(scheduler: Any) -> tuple[int, int, int]:
-    used = scheduler.max_total_num_tokens - (
-        scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
-    )
-    return len(scheduler.running_batch.reqs), len(scheduler.waiting_queue), used
 
 
 # -- hooks of the loop; what they cost is measured by `specpilot bench hook` --
@@ -562,6 +412,9 @@ def _around_build_trivial_verify_input(original: Callable[..., Any], worker: Any
     """
     if _installed.skip is not None and (marker := _installed.skip.begin(batch)) is not None:
         return marker
+    agent = _agent()
+    if agent.ready and agent.settings.skip == "decode" and not batch.forward_mode.is_idle():
+        agent.skipped_by_verify()
     verify_input = original(worker, batch)
     if verify_input.draft_token is not None:
         verify_input.draft_token = verify_input.draft_token.long()

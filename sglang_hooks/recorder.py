@@ -147,6 +147,7 @@ class Recorder:
             facts.context_tokens,
             launch.steps,
             launch.proposed_steps,
+            launch.held_steps,
             draft_tokens,
             accepted,
             truncated,

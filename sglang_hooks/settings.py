@@ -10,11 +10,12 @@ They must be equal on every rank of a server; the ranks compare them before the 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from sglang_hooks.connection import EndpointError, KeyFiles, check_endpoint, check_keys_named
 
 
 class SettingsError(ValueError):
@@ -48,14 +49,10 @@ def _skip(text: str) -> str:
 
 
 def _endpoint(text: str) -> str:
-    if not text:
-        return ""
-    if text.startswith("tcp://"):
-        raise ValueError("tcp:// would be readable by the whole network; this release speaks ipc:// only")
-    if not text.startswith("ipc:///"):
-        raise ValueError("use ipc:// and an absolute path, the one that `specpilot controller` prints")
-    if len(os.fsencode(text.removeprefix("ipc://"))) > 107:
-        raise ValueError("the path of a socket can hold 107 bytes")
+    if text:
+        check_endpoint(text)
+        if text.startswith("tcp://*"):
+            raise ValueError("name the controller's address")
     return text
 
 
@@ -90,7 +87,8 @@ def _flag(text: str) -> bool:
     return text == "1"
 
 
-def _max_steps(text: str) -> tuple[tuple[int, int], ...]:
+def max_steps_by_batch(text: str) -> tuple[tuple[int, int], ...]:
+    """Return (batch size, steps) pairs of text such as ``16:3,64:0``; ValueError says what is wrong with it."""
     if not text:
         return ()
     pairs: list[tuple[int, int]] = []
@@ -108,8 +106,20 @@ OPTIONS = (
     Option(
         "SPECPILOT_ENDPOINT",
         "",
-        "Socket of the controller, `ipc:///path`. Empty: the plugin is inert.",
+        "Socket of the controller, `ipc:///path` or `tcp://host:port`. Empty: the plugin is inert.",
         _endpoint,
+    ),
+    Option(
+        "SPECPILOT_CLIENT_KEY",
+        "",
+        "File of this server's key pair, `NAME.key_secret`; for `tcp://`, and read on rank 0 only.",
+        str,
+    ),
+    Option(
+        "SPECPILOT_CONTROLLER_KEY",
+        "",
+        "File of the controller's public key, `controller.key`; for `tcp://`, and read on rank 0 only.",
+        str,
     ),
     Option(
         "SPECPILOT_MODE",
@@ -127,7 +137,7 @@ OPTIONS = (
         "SPECPILOT_MAX_STEPS_BY_BATCH",
         "",
         "Upper bounds that no table can pass: `16:3,64:0` means at most 3 from batch size 16 on, 0 from 64 on.",
-        _max_steps,
+        max_steps_by_batch,
     ),
     Option(
         "SPECPILOT_SKIP",
@@ -185,6 +195,8 @@ class Settings:
     """The options as values; seconds, steps and records as their names say."""
 
     endpoint: str = ""
+    client_key: str = ""
+    controller_key: str = ""
     mode: str = "control"
     fallback: int | None = None
     max_steps_by_batch: tuple[tuple[int, int], ...] = ()
@@ -196,6 +208,11 @@ class Settings:
     min_table_interval_seconds: float = 0.5
     check_steps: int = 1024
     allow_untested: bool = False
+
+    @property
+    def key_files(self) -> KeyFiles:
+        """Paths of the keys for ``tcp://``."""
+        return KeyFiles(self.client_key, self.controller_key)
 
     @staticmethod
     def from_environment(environment: Mapping[str, str]) -> Settings:
@@ -215,7 +232,12 @@ class Settings:
                 values[option.name.removeprefix("SPECPILOT_").lower()] = option.read(text)
             except ValueError as error:
                 raise SettingsError(f"{option.name}={text!r} cannot be used: {error}") from error
-        return Settings(**values)
+        settings = Settings(**values)
+        try:
+            check_keys_named(settings.endpoint, settings.key_files)
+        except EndpointError as error:
+            raise SettingsError(f"SPECPILOT_ENDPOINT={settings.endpoint!r} cannot be used: {error}") from error
+        return settings
 
     def decision_hash(self) -> int:
         """Hash of what the ranks' decisions depend on (equal on all ranks, 32 bits)."""

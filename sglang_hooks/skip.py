@@ -14,120 +14,32 @@ Decode graphs need an attention backend of their own: what a backend allocates f
 graphs captured earlier point into. Both are put in place for the time of one forward and taken back.
 All of it runs on the forward stream, in the launching thread, without a look at the GPU.
 
-SGLang 0.5.17 and 0.5.23 differ here in little: names that are looked up once, in ``DecodeSkip``.
+SGLang's versions differ here in little: names that are looked up once, in ``DecodeSkip``. What is
+known of them is written down in ``contract.SKIP``.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
-import pkgutil
 import time
 from typing import Any, NamedTuple
 
+from sglang_hooks import contract
 from sglang_hooks.resume import Resume
 
 logger = logging.getLogger(__name__)
-
-_WORKER = "sglang.srt.speculative.eagle_worker_v2"
-_KNOWN_SIGNATURES = {
-    f"{_WORKER}.EAGLEWorkerV2.init_cuda_graphs": (("self",),),
-    f"{_WORKER}.EAGLEWorkerV2._build_trivial_verify_input": (("self", "batch"),),
-    f"{_WORKER}.EAGLEWorkerV2.verify": (
-        ("self", "batch", "grammar_barrier"),
-        ("self", "batch", "pp_proxy_tensors", "grammar_barrier"),
-    ),
-    f"{_WORKER}.EAGLEWorkerV2._stub_skipped_draft_extend": (("self", "batch", "batch_output"),),
-    f"{_WORKER}.EAGLEWorkerV2._override_worker_state": (
-        ("self", "speculative_num_steps", "speculative_num_draft_tokens", "cuda_graph_bs"),
-    ),
-    f"{_WORKER}.EagleDraftWorker._draft_extend_for_decode": (
-        ("self", "batch", "batch_result"),
-        ("self", "batch", "batch_result", "kv_loc_plan"),
-    ),
-    f"{_WORKER}.EagleDraftWorker.draft": (("self", "batch"), ("self", "batch", "with_topology")),
-    f"{_WORKER}.EagleDraftWorker._draft_extend_for_prefill": (
-        ("self", "batch", "target_hidden_states", "next_token_ids", "mm_input_embeds"),
-        ("self", "batch", "target_hidden_states", "next_token_ids", "mm_input_embeds", "kv_loc_plan"),
-    ),
-    "sglang.srt.speculative.eagle_utils.get_draft_input_from_target_hidden_dim": (("model_runner",),),
-    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free": (("self", "req"),),
-    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.__init__": (
-        ("self", "model_runner", "attn_backend", "speculative_num_steps", "speculative_num_draft_tokens"),
-        (
-            "self", "model_runner", "attn_backend", "speculative_num_steps", "speculative_num_draft_tokens",
-            "record_nolora_graph",
-        ),
-    ),
-    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info": (
-        ("self", "num_tokens"),
-    ),
-    "sglang.srt.model_executor.model_runner.ModelRunner.sample": (("self", "logits_output", "forward_batch"),),
-}  # fmt: skip
-"""What this module calls or overrides, with every form of it that was read and tested."""
-
-_KNOWN_FIELDS = {
-    "sglang.srt.managers.utils.GenerationBatchResult": (
-        "logits_output", "next_token_ids", "accept_lens", "new_seq_lens", "next_draft_input",
-        "speculative_num_draft_tokens", "can_run_cuda_graph", "extra_keep_alive_refs",
-        "routed_experts_output", "indexer_topk_output", "expert_distribution_metrics",
-    ),
-    "sglang.srt.speculative.eagle_info.EagleDraftInput": (
-        "topk_p", "topk_index", "hidden_states", "bonus_tokens", "dsa_topk_indices",
-    ),
-    "sglang.srt.speculative.eagle_info.EagleDraftExtendInput": (
-        "hidden_states", "num_tokens_per_req", "num_tokens_for_logprob_per_req", "select_index",
-    ),
-    "sglang.srt.managers.schedule_batch.ReqKvInfo": ("kv_allocated_len",),
-    "sglang.srt.managers.schedule_batch.ScheduleBatch": (
-        "seq_lens", "seq_lens_cpu", "seq_lens_sum", "orig_seq_lens", "input_ids", "out_cache_loc", "spec_info",
-        "req_pool_indices", "sampling_info", "return_logprob", "return_hidden_states", "has_grammar",
-        "reqs", "prefix_lens", "extend_lens", "extend_num_tokens", "top_logprobs_nums", "token_ids_logprobs",
-        "multimodal_inputs", "forward_mode",
-    ),
-}  # fmt: skip
 
 ATTENTION_BACKENDS = ("TritonAttnBackend", "FlashAttentionBackend")
 """Classes whose decode path is known to be right when ``spec_info`` is None, and was tested so."""
 
 
-_OWNED_LENGTH = tuple(
-    f"sglang.srt.managers.schedule_batch.Req.{name}" for name in ("owned_kv_len", "effective_kv_committed_len")
-)
-"""How many leading positions of an ended request the prefix cache may keep, in later and earlier SGLang."""
-
-
 # -- what a server must be for it --
-
-
-@functools.cache
-def owned_length_target() -> str:
-    """Return the method of this SGLang that says how much of an ended request may be cached, or ""."""
-    for target in _OWNED_LENGTH:
-        try:
-            if tuple(inspect.signature(pkgutil.resolve_name(target)).parameters) == ("self",):
-                return target
-        except (ImportError, AttributeError):
-            continue
-    return ""
 
 
 def version_reason() -> str:
     """Return why this SGLang's code is not what this module was written for, or ""."""
-    for target, known in _KNOWN_SIGNATURES.items():
-        try:
-            found = tuple(inspect.signature(pkgutil.resolve_name(target)).parameters)
-        except (ImportError, AttributeError) as error:
-            return f"{target} is gone ({error})"
-        if found not in known:
-            return f"{target} takes {found}"
-    for target, names in _KNOWN_FIELDS.items():
-        fields = getattr(pkgutil.resolve_name(target), "__dataclass_fields__", {})
-        missing = [name for name in names if name not in fields]
-        if missing:
-            return f"{target} has no field {missing[0]!r}"
-    return "" if owned_length_target() else f"{_OWNED_LENGTH[0]} is gone"
+    return "; ".join(contract.installed_moved(contract.SKIP))
 
 
 def unsupported_reason(worker: Any) -> str:
@@ -234,6 +146,7 @@ class DecodeSkip:
         from sglang.srt.managers.utils import GenerationBatchResult
         from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
         from sglang.srt.model_executor.forward_context import has_forward_context
+        from sglang.srt.runtime_context import get_parallel
         from sglang.srt.speculative.eagle_info import EagleDraftInput
         from sglang.srt.speculative.eagle_utils import get_draft_recurrent_hidden_state_spec
         from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
@@ -249,6 +162,7 @@ class DecodeSkip:
         self._worker = worker
         self._target = worker.target_worker.model_runner
         self._draft = worker.draft_worker.draft_runner
+        self._tp_group = get_parallel().tp_group
         self._backend = backend
         self._graphs = graphs
         self.resume = resume
@@ -357,9 +271,9 @@ class DecodeSkip:
         if batch.has_grammar and grammar_barrier is not None:
             grammar_barrier()
         tokens = self._target.sample(output.logits_output, forward_batch)
-        if self._target.tp_group.world_size > 1 and not batch.sampling_info.is_all_greedy:
+        if self._tp_group.world_size > 1 and not batch.sampling_info.is_all_greedy:
             # As after a sampled verify: ranks that drew differently would part for good.
-            self._target.tp_group.broadcast(tokens, src=0)
+            self._tp_group.broadcast(tokens, src=0)
         self.resume.store(batch, before, output.logits_output.hidden_states, tokens)
         self._finished = self._result(batch, output, tokens, lengths, forward_batch)
         return self._finished

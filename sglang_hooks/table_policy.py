@@ -21,12 +21,9 @@ from time import monotonic
 from typing import NamedTuple
 
 from sglang_hooks.settings import Settings, SettingsError
-from sglang_hooks.wire import DecisionSource, DecisionTable
+from sglang_hooks.wire import MAX_EDGES, DecisionSource, DecisionTable
 
 logger = logging.getLogger(__name__)
-
-MAX_REGIONS = 512
-"""Of one axis. SGLang captures about 50 batch sizes; 512 x 8 cells decode in under a millisecond."""
 
 _STASH = 8
 """Launches remembered until their result comes; overlap scheduling has two in flight."""
@@ -44,6 +41,7 @@ class Launch(NamedTuple):
     forward_iter: int
     steps: int
     proposed_steps: int
+    held_steps: int
     source: DecisionSource
     epoch: int
     cell: int
@@ -78,6 +76,7 @@ class CompiledTable:
     explore: dict[int, tuple[tuple[int, float], ...]]
     block_steps: int
     seed: int = 0
+    shadow: bool = False
 
     @staticmethod
     def compile(table: DecisionTable, candidate_steps: Sequence[int]) -> CompiledTable:
@@ -85,8 +84,8 @@ class CompiledTable:
         declared = set(candidate_steps)
         cells = (len(table.batch_edges) + 1) * (len(table.context_edges) + 1)
         for name, edges in (("batch_edges", table.batch_edges), ("context_edges", table.context_edges)):
-            if len(edges) >= MAX_REGIONS:
-                raise TableError(f"{name} has {len(edges)} edges, at most {MAX_REGIONS - 1} are taken")
+            if len(edges) > MAX_EDGES:
+                raise TableError(f"{name} has {len(edges)} edges, at most {MAX_EDGES} are taken")
             if any(a >= b for a, b in itertools.pairwise(edges)) or (edges and edges[0] < 0):
                 raise TableError(f"{name} must rise and not be negative: {edges}")
         for name, column in (("choice", table.choice), ("keep", table.keep)):
@@ -120,6 +119,7 @@ class CompiledTable:
             explore={cell: tuple((k, p) for k, p in row) for cell, row in table.explore.items() if row},
             block_steps=table.block_steps,
             seed=table.seed,
+            shadow=table.shadow,
         )
 
     def choose(
@@ -214,7 +214,7 @@ class TablePolicy:
         self.applied_steps = fallback
         self.decision_hash = 0
         self.completed_at = 0.0
-        self.lease_expiries = 0
+        self.lease_expiries = self.fallbacks = self.steps_capped = 0
         self._launches: deque[Launch] = deque(maxlen=_STASH)
 
     # -- what SGLang's AdaptiveController calls --
@@ -258,7 +258,9 @@ class TablePolicy:
         table = self.table
         fallback = self._capped(self.fallback_steps, batch_size)
         if table is None or self.source == DecisionSource.HALTED:
-            return Launch(self.forward_iter, fallback, fallback, self.source, 0, -1, 1.0, -1)
+            if fallback != self.fallback_steps:
+                self.steps_capped += 1
+            return Launch(self.forward_iter, fallback, fallback, fallback, self.source, 0, -1, 1.0, -1)
         choice = table.choose(
             batch_size,
             self.mean_context,
@@ -273,13 +275,17 @@ class TablePolicy:
             self.held_steps = choice.held
             self._steps_since_switch = 0
         proposed = self._capped(choice.steps, batch_size)
+        if proposed != choice.steps:
+            self.steps_capped += 1
         # Where the cap changed the draw, the choice was certain, not the draw's.
         probability = choice.probability if proposed == choice.steps else 1.0
         block = choice.block if proposed == choice.steps else -1
+        held = self._capped(choice.held, batch_size) if proposed == choice.steps else proposed
         return Launch(
             self.forward_iter,
-            fallback if self.shadow else proposed,
+            fallback if self.shadow or table.shadow else proposed,
             proposed,
+            held,
             self.source,
             table.epoch,
             choice.cell,
@@ -315,6 +321,7 @@ class TablePolicy:
             self.lease_expiries += 1
         self.source = source
         if source == DecisionSource.FALLBACK:
+            self.fallbacks += 1
             self.table = None
             self.held_steps = self.fallback_steps
 

@@ -2,7 +2,7 @@
 
     hook  -> controller   Hello, StepBatch, HookState
     controller -> hook    HelloRequest, DecisionTable, Lease
-    operator <-> controller   StatusRequest, StatusReport
+    operator <-> controller   StatusRequest, StatusReport; SetRequest, SetReply
 
 One message is one ZMQ frame: a version byte, then a MessagePack array that begins with the
 message's tag. Readers check size and version before anything is decoded, and nothing
@@ -18,9 +18,11 @@ from typing import Annotated
 
 import msgspec
 
-WIRE_VERSION = 1
-MAX_MESSAGE_BYTES = 4 << 20
-"""A StepBatch of 256 records at batch size 1024 is about 0.6 MB; a table a few kB."""
+WIRE_VERSION = 2
+MAX_MESSAGE_BYTES = 1 << 20
+"""A StepBatch of 32 records at batch size 4096 is about 0.4 MB; a table a few kB."""
+MAX_REPORT_BYTES = 16 << 20
+"""Of a StatusReport, which only an operator's client reads: some 10 kB a server."""
 
 MASKED = -1
 """In ``StepRecord.accepted_drafts``: a row whose request had already finished or was retracted, or whose draft
@@ -30,8 +32,21 @@ had holes in its context after a long skip."""
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Steps = Annotated[int, msgspec.Meta(ge=0, le=4096)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
-Name = Annotated[str, msgspec.Meta(max_length=1024)]
-"""What a reader takes for sane: a message with anything else in it is refused as a whole."""
+_PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$"
+Name = Annotated[str, msgspec.Meta(max_length=1024, pattern=_PRINTABLE)]
+"""What a reader takes for sane: a message with anything else in it is refused as a whole.
+
+Names are shown to operators, so they hold no control characters. Lists are bounded too: an
+empty one takes one byte in a frame and sixty in memory."""
+
+MAX_RECORDS = 256
+MAX_ROWS = 4096
+"""Requests in a batch."""
+MAX_EDGES = 511
+MAX_CELLS = 4096
+"""512 x 8 cells decode in under a millisecond; SGLang captures about 50 batch sizes."""
+Rows = Annotated[list[Count], msgspec.Meta(max_length=MAX_ROWS)]
+Edges = Annotated[list[int], msgspec.Meta(max_length=MAX_EDGES)]
 
 
 class WireError(ValueError):
@@ -63,7 +78,7 @@ class DecisionSource(enum.IntEnum):
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """What a server is and can do; sent at connect, and again until the controller answers."""
 
-    server_id: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+    server_id: Annotated[str, msgspec.Meta(min_length=1, max_length=255, pattern=_PRINTABLE)]
     instance: Name
     """Changes with every process: two live servers with one id are told apart by it."""
     model: Name
@@ -75,7 +90,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     skip: Name
     """Kind of K=0 step: "decode" (the target's ordinary decode step), "verify" (SGLang's width-1 verify)
     or "none" (K=0 is no candidate)."""
-    captured_batch_sizes: list[Count]
+    captured_batch_sizes: Rows
     max_running_requests: Count
     kv_tokens: Count
     overlap: bool
@@ -101,7 +116,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Counts every record made, sent or dropped: gaps are losses."""
     step: Count
     """SGLang's ``forward_iter``; prefills count too."""
-    time: float
+    time: Annotated[float, msgspec.Meta(ge=0, le=1e11)]
     """Host time of completion, seconds since the Unix epoch."""
     seconds: Seconds
     """Since the completion of the previous decode step; 0 for the first."""
@@ -114,11 +129,13 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """K asked for at launch."""
     proposed_steps: Steps
     """K the table asked for; differs from ``steps`` only in shadow mode."""
+    held_steps: Steps
+    """K the table held: what is proposed unless exploration draws something else."""
     draft_tokens: Steps
     """Tokens verified per request, from the step's own result (K+1 for a chain)."""
-    accepted_drafts: list[Annotated[int, msgspec.Meta(ge=-1, le=4096)]]
+    accepted_drafts: Annotated[list[Annotated[int, msgspec.Meta(ge=-1, le=4096)]], msgspec.Meta(max_length=MAX_ROWS)]
     """Per request, without the bonus token; MASKED for rows that were no longer live or are quarantined."""
-    truncated: list[Count]
+    truncated: Rows
     """Rows whose request ended within this step: their count stops there, it is not a rejection."""
     running: Count
     queued: Count
@@ -129,7 +146,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     epoch: Count
     cell: int
     """``batch_region * (len(context_edges) + 1) + context_region``; -1 without a table."""
-    probability: float
+    probability: Annotated[float, msgspec.Meta(ge=0, le=1)]
     """Of having chosen ``proposed_steps`` in this cell."""
     block: int
     """Exploration block this step belongs to; -1 where the cell explores nothing."""
@@ -140,7 +157,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Forward passes since the previous decode step (1 = back to back)."""
     prefill_tokens: int
     """Prompt tokens launched since the previous decode step."""
-    launch_gap_seconds: float
+    launch_gap_seconds: Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
     """Launch minus the previous decode completion; negative when overlap hid the launch."""
     after_idle: bool | None
     """The server had been idle; None where SGLang does not say (0.5.17)."""
@@ -152,7 +169,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class StepBatch(msgspec.Struct, frozen=True, array_like=True, tag="steps"):
     """Records in order, and how many were dropped since the process began."""
 
-    records: list[StepRecord]
+    records: Annotated[list[StepRecord], msgspec.Meta(max_length=MAX_RECORDS)]
     dropped: int
 
 
@@ -169,8 +186,8 @@ class HookState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
     steps: int
     """K of the newest launch."""
     forward_iter: int
-    counters: dict[str, int]
-    halt_reason: str
+    counters: Annotated[dict[Name, int], msgspec.Meta(max_length=256)]
+    halt_reason: Name
 
 
 class HelloRequest(msgspec.Struct, frozen=True, array_like=True, tag="hello?"):
@@ -187,20 +204,25 @@ class DecisionTable(msgspec.Struct, frozen=True, array_like=True, tag="table"):
 
     epoch: int
     lease_seconds: float
-    policy: str
-    batch_edges: list[int]
-    context_edges: list[int]
-    choice: list[int]
-    keep: list[list[int]]
+    policy: Name
+    batch_edges: Edges
+    context_edges: Edges
+    choice: Annotated[list[int], msgspec.Meta(max_length=MAX_CELLS)]
+    keep: Annotated[list[Annotated[list[int], msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=MAX_CELLS)]
     """Steps that may stay in force though ``choice`` differs: hysteresis lives here."""
     min_dwell_steps: int = 0
     """Decode steps for which a switch is not followed by another."""
-    explore: dict[int, list[tuple[int, float]]] = {}
+    explore: Annotated[
+        dict[int, Annotated[list[tuple[int, float]], msgspec.Meta(max_length=64)]],
+        msgspec.Meta(max_length=MAX_CELLS),
+    ] = {}
     """Alternatives (steps, probability) by cell; the rest of the mass is the ordinary choice."""
     block_steps: int = 1
     """Length of an exploration block in forward passes: one draw holds for all of it."""
     seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
     """Where the sequence of draws begins: random per server, the same in all its tables."""
+    shadow: bool = False
+    """Look up and record what it says, but apply the fallback."""
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True, tag="lease"):
@@ -223,9 +245,31 @@ class StatusReport(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     report: bytes
 
 
-FromHook = Hello | StepBatch | HookState | StatusRequest
+class SetRequest(msgspec.Struct, frozen=True, array_like=True, tag="set?"):
+    """An operator's client asks for a change of the configuration in force; all of it is made, or nothing."""
+
+    values: dict[Name, Name]
+    """TOML values by dotted key; an empty one takes the key back."""
+    server: Name = ""
+    """Whose; empty: of all servers."""
+    seconds: Seconds = 0.0
+    """Until it is undone; 0: until the controller restarts."""
+    reset: bool = False
+    """First take back what was set before for this server (without one: for all), with ``seconds`` only what was
+    set for a time."""
+
+
+class SetReply(msgspec.Struct, frozen=True, array_like=True, tag="set"):
+    """What came of it: ``error`` is empty, or says why nothing was changed."""
+
+    error: str
+    report: bytes
+    """What is in force now, as JSON (``controller/live_config.py``)."""
+
+
+FromHook = Hello | StepBatch | HookState | StatusRequest | SetRequest
 ToHook = HelloRequest | DecisionTable | Lease
-Message = FromHook | ToHook | StatusReport
+Message = FromHook | ToHook | StatusReport | SetReply
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -242,16 +286,17 @@ class FrameDecoder:
     Lease(epoch=3, lease_seconds=5.0)
     >>> FrameDecoder(ToHook).decode(b"x")
     Traceback (most recent call last):
-    sglang_hooks.wire.WireError: wire version 120, this side speaks 1: run the same specpilot on both
+    sglang_hooks.wire.WireError: wire version 120, this side speaks 2: run the same specpilot on both
     """
 
-    def __init__(self, expected: object) -> None:
+    def __init__(self, expected: object, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(expected)
 
     def decode(self, frame: bytes | memoryview) -> object:
         """Return the message in ``frame``; raise WireError for anything else."""
-        if len(frame) > MAX_MESSAGE_BYTES:
-            raise WireError(f"message of {len(frame)} bytes, the limit is {MAX_MESSAGE_BYTES}")
+        if len(frame) > self._max_bytes:
+            raise WireError(f"message of {len(frame)} bytes, the limit is {self._max_bytes}")
         if len(frame) < 2:
             raise WireError("empty message" if not frame else _version_text(frame[0]) or "truncated message")
         if frame[0] != WIRE_VERSION:
@@ -259,7 +304,9 @@ class FrameDecoder:
         try:
             return self._decoder.decode(memoryview(frame)[1:])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise WireError(f"malformed message: {error}") from error
+            # The text quotes what was received, and ends in a log.
+            text = "".join(c if c.isprintable() else "?" for c in str(error)[:200])
+            raise WireError(f"malformed message: {text}") from error
 
 
 def _version_text(version: int) -> str:

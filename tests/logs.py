@@ -20,6 +20,7 @@ from controller.trace import FORMAT_VERSION, SCHEMA
 from controller.trace_checks import Chunk, Columns
 from policies.cost_prior import fingerprint
 from policies.interface import Grid, Plan
+from policies.overlap import RELATIONS, Strata
 from sglang_hooks.wire import MASKED, WIRE_VERSION, ForwardKind, Hello
 from tests.messages import hello
 
@@ -99,7 +100,7 @@ class Log:
     # -- the log --
 
     def parts(self) -> Iterator[tuple[pa.RecordBatch, dict[str, np.ndarray]]]:
-        """Record batches in order, each with the states that nobody logs: live requests and acceptance."""
+        """Record batches in order, each with its states, also those that nobody logs."""
         carry: dict[str, Any] = {"arm": -1, "ended": 0, "time": 1.7e9, "forward": 0, "logs": np.zeros(2)}
         seed = int(self.rng(0, 9).integers(1 << 61))
         for part, begin in enumerate(range(0, self.steps, CHUNK)):
@@ -180,6 +181,7 @@ class Log:
             "context_tokens": context_tokens,
             "steps": k,
             "proposed_steps": k,
+            "held_steps": np.array(ARMS)[held],
             "draft_tokens": k + 1,
             "accepted_drafts": lists(offsets, accepted),
             "truncated": lists(np.concatenate(([0], np.cumsum(ended))), place[truncated]),
@@ -208,7 +210,13 @@ class Log:
             if not isinstance(values, pa.Array):
                 values = pa.array(np.broadcast_to(values, count).astype(field.type.to_pandas_dtype()), field.type)
             arrays.append(values)
-        states = {"batch": batch, "context": context_tokens / batch, "live": batch - gone, "acceptance": acceptance}
+        states = {
+            "batch": batch,
+            "context": context_tokens / batch,
+            "live": batch - gone,
+            "acceptance": acceptance,
+            "arm": arm,
+        }
         return pa.record_batch(arrays, schema=SCHEMA), states
 
     def chunks(self) -> Iterator[Chunk]:
@@ -249,26 +257,44 @@ class Log:
         last = -1
         for _, states in self.parts():
             arm = arms_of(target, states)
-            before = np.concatenate(([last if last >= 0 else arm[0]], arm[:-1]))
-            tokens += self.tokens_to_expect(arm, states["live"], states["acceptance"]).sum()
-            seconds += self.mean_seconds(arm, states["batch"], states["context"]).sum()
-            seconds += self.switch_seconds(before, arm).sum()
+            expected, own, switches = self.expected(arm, last, states)
+            tokens += expected.sum()
+            seconds += own.sum() + switches.sum()
             last = int(arm[-1])
         return float(tokens / seconds)
 
     def gain(self, target: Plan) -> float:
-        """How much faster a plan makes the tokens of the logged one, state by state; switches left out."""
+        """How much faster than what ran a plan was to make the same tokens in each group of states."""
+        strata = Strata(len(ARMS))
+        groups = np.zeros((4, strata.count))
         took = needed = 0.0
+        ran_last = last = -1
         for _, states in self.parts():
-            rates = []
-            for plan in (self.logged, target):
-                arm = arms_of(plan, states)
-                tokens = self.tokens_to_expect(arm, states["live"], states["acceptance"])
-                rates.append((tokens, self.mean_seconds(arm, states["batch"], states["context"])))
-            (work, seconds), (tokens, target_seconds) = rates
-            took += seconds.sum()
-            needed += (work * target_seconds / np.maximum(tokens, 1e-9)).sum()
+            ran, arm, held = states["arm"], arms_of(target, states), arms_of(self.logged, states)
+            place = strata.of(states["batch"], states["context"], arm, np.sign(arm - held) % RELATIONS)
+            work, seconds, switches = self.expected(ran, ran_last, states)
+            took += switches.sum()
+            sums = [work, seconds]
+            tokens, seconds, switches = self.expected(arm, last, states)
+            needed += switches.sum()
+            for row, values in zip(groups, [*sums, tokens, seconds], strict=True):
+                row += np.bincount(place, values, strata.count)
+            ran_last, last = int(ran[-1]), int(arm[-1])
+        work, seconds, tokens, target_seconds = groups
+        took += seconds.sum()
+        needed += (work * target_seconds / np.maximum(tokens, 1e-9)).sum()
         return float(took / needed - 1.0)
+
+    def expected(
+        self, arm: np.ndarray, last: int, states: dict[str, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, seconds and seconds of switching that ``arm`` was to take; ``last``: of the step before, or -1."""
+        before = np.concatenate(([last if last >= 0 else arm[0]], arm[:-1]))
+        return (
+            self.tokens_to_expect(arm, states["live"], states["acceptance"]),
+            self.mean_seconds(arm, states["batch"], states["context"]),
+            self.switch_seconds(before, arm),
+        )
 
     def differing(self, target: Plan) -> float:
         """Share of the steps in which a plan runs another K than the logged one held."""

@@ -42,6 +42,7 @@ _RECORD = StepRecord(
     context_tokens=200,
     steps=3,
     proposed_steps=3,
+    held_steps=3,
     draft_tokens=4,
     accepted_drafts=[2, 3],
     truncated=[],

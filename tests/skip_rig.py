@@ -35,6 +35,10 @@ def hidden_states(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return columns.repeat(1, 3 * HIDDEN // 2)
 
 
+SINGLE = SimpleNamespace(world_size=1)
+"""The group of a single tensor-parallel rank."""
+
+
 class Runner:
     """A target's or draft's ModelRunner, as far as a decode step looks at it."""
 
@@ -52,7 +56,6 @@ class Runner:
         self.attn_backend: Any = "verify-backend"
         self.decode_cuda_graph_runner: Any = "verify-graphs"
         self.shared_read_done_event: Any = None
-        self.tp_group = SimpleNamespace(world_size=1, broadcast=None)
         self.ngram_embedding_manager = SimpleNamespace(enabled=False)
         self.lora_manager = None
         self.use_mla_backend = self.is_hybrid_swa = False

@@ -86,7 +86,9 @@ def snapshot(servers: int = 1, **changes: object) -> Snapshot:
     controller = ControllerStatus(
         version="0.1.0", pid=1, endpoint="ipc:///run/c.ipc", policy="goodput", uptime_seconds=41.0,
         trace_directory="/t", trace_written=4000, trace_lost=0, trace_bytes=1 << 20, trace_error="",
-        refused_messages=0, prior_error="", servers=[one.status for one in found.values()],
+        refused_messages=0, handshakes_failed=0, config_error="",
+        changes=[], prior_error="", counters={"messages_unclaimed": 0},
+        servers=[one.status for one in found.values()],
     )  # fmt: skip
     return Snapshot(41.0, controller, found)
 

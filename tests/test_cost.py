@@ -188,6 +188,25 @@ def test_trees_are_told_apart_by_their_width() -> None:
         assert server.model.predict(steps, 8, 500.0)[0] == pytest.approx(0.010 + 0.001 * steps, rel=0.02)
 
 
+def test_a_decode_skip_is_not_told_by_what_speculates() -> None:
+    """On triton a verification takes five times what a decode step does at batch 64: no K above 0 tells that."""
+    told = {}
+    for skip in ("decode", "verify"):
+        facts = {"candidate_steps": STEPS, "captured_batch_sizes": CAPTURED, "skip": skip}
+        server = Server(CostModel(hello(**facts)), random.Random(1))
+        for steps in (1, 3, 5):
+            for size in (1, 64):
+                server.noisy(0.005 + 0.0006 * size + 0.001 * steps, 40, steps=steps, batch_size=size)
+        told[skip] = [server.model.predict(0, size, 500.0)[1] for size in (1, 8, 64)]
+        server.noisy(0.004, 40, steps=0, batch_size=1)
+        told[skip] += [server.model.predict(0, size, 500.0)[1] for size in (1, 2, 64)]
+    assert max(told["verify"]) < 0.25
+    before, after = told["decode"][:3], told["decode"][3:]
+    assert min(before) > 0.7
+    assert after[0] < 0.02 < after[1] < 0.35, "its own is known, its neighbour half"
+    assert after[2] > 0.5, "what one request takes says little of sixty-four"
+
+
 def test_staircase() -> None:
     server = Server(CostModel(SERVER), random.Random(1))
     for size in (32, 40, 48):

@@ -17,11 +17,13 @@ from rich.console import Console
 
 from controller.cli import _parser
 from controller.config import Config, load_config
+from controller.counters import CONTROLLER_COUNTERS, SERVER_COUNTERS
 from controller.status import ControllerStatus, ServerStatus, print_status
 from controller.switchback import SwitchbackStatus
 from controller.trace import SCHEMA
 from policies.knowledge import Estimate
 from sglang_hooks.agent import Agent, ServerFacts
+from sglang_hooks.counters import COUNTERS
 from sglang_hooks.settings import OPTIONS, Settings
 from sglang_hooks.table_policy import TablePolicy
 from sglang_hooks.wire import Message
@@ -74,12 +76,16 @@ def test_environment_options() -> None:
 
 def toml_keys() -> Iterator[tuple[str, Any]]:
     """Every key of the file with its default; ``msgspec.NODEFAULT`` where it must be given."""
+    yield "mode", Config().mode
     for name, hint in get_type_hints(Config).items():
+        if name in ("mode", "servers"):  # no section; sections of these very keys
+            continue
         for struct in get_args(hint) or (hint,):
             if tag := struct.__struct_config__.tag_field:
                 yield f"{name}.{tag}", getattr(Config(), name).__struct_config__.tag
             for field in msgspec.structs.fields(struct):
-                yield f"{name}.{field.name}", field.default
+                made = field.default_factory is not msgspec.NODEFAULT
+                yield f"{name}.{field.name}", field.default_factory() if made else field.default
 
 
 def test_toml_keys() -> None:
@@ -92,7 +98,7 @@ def test_toml_keys() -> None:
     assert documented.keys() == expected.keys()
     for key, defaults in expected.items():
         plain = [default for default in defaults if default not in (None, msgspec.NODEFAULT)]
-        assert {tomllib.loads(f"x = {text}")["x"] for text in documented[key] if text} == set(plain), key
+        assert {repr(tomllib.loads(f"x = {text}")["x"]) for text in documented[key] if text} == {*map(repr, plain)}, key
 
 
 @pytest.mark.parametrize("page", ["options.md", "quickstart.md"])
@@ -105,7 +111,12 @@ def test_example_files_load(page: str, tmp_path: Path) -> None:
         load_config(path)
     if page == "options.md":  # the complete one, and what else may stand in [policy]
         given = [section for example in examples for section in tomllib.loads(example).items()]
-        keys = {f"{name}.{key}" for name, values in given for key in values}
+        given = [(name, values) for name, values in given if name != "servers"]
+        keys = {
+            f"{name}.{key}" if isinstance(values, dict) else name
+            for name, values in given
+            for key in (values if isinstance(values, dict) else [""])
+        }
         assert keys == {key for key, _ in toml_keys()}
 
 
@@ -121,7 +132,16 @@ def test_counters(tmp_path: Path) -> None:
     agent.start(ServerFacts(server_id="s"))
     counters = agent.state().counters
     agent.stop()
-    assert [code(row[0]) for row in rows(section("operations.md", "Counters"))] == list(counters)
+    assert sorted(counters) == sorted(COUNTERS)
+    server, controller, trouble = (
+        [code(row[0]) for row in rows(section("operations.md", heading))]
+        for heading in ("Kept by the server", "Kept by the controller", "Other signs of trouble")
+    )
+    assert server == list(COUNTERS)
+    assert controller == [*SERVER_COUNTERS, *CONTROLLER_COUNTERS]
+    fields = {*ControllerStatus.__struct_fields__, *ServerStatus.__struct_fields__}
+    assert {field for field in trouble if field not in fields} == set()
+    assert {field for field in fields if re.search("lost|error|refused|note", field)} <= set(trouble)
 
 
 def test_status_lines_and_fields() -> None:
@@ -134,7 +154,8 @@ def test_status_lines_and_fields() -> None:
     )  # fmt: skip
     controller = ControllerStatus(
         version="1", pid=1, endpoint="e", policy="p", uptime_seconds=1.0, trace_directory="d", trace_written=1,
-        trace_lost=1, trace_bytes=1, trace_error="", refused_messages=0, prior_error="", servers=[server],
+        trace_lost=1, trace_bytes=1, trace_error="", refused_messages=0, handshakes_failed=0, config_error="",
+        changes=[], prior_error="", servers=[server],
     )  # fmt: skip
     console = Console(width=200)
     with console.capture() as capture:

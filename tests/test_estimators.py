@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from controller.evaluate import Judged, fold_sums, judge
 from controller.evaluate_models import fit_folds
-from controller.evaluate_steps import StepReader
 from controller.trace_checks import Chunk
-from policies.estimators import ESTIMATORS, Follower, Unanswered, needed_floor, poisson_weights
+from policies.bootstrap import poisson_weights
+from policies.estimators import ESTIMATORS
+from policies.follower import Follower
 from policies.interface import Grid, Plan
+from policies.overlap import Unanswered, needed_floor
 from sglang_hooks.table_policy import CompiledTable, uniform
 from tests.logs import ARMS, Log, draws, table
 
@@ -132,7 +134,7 @@ def test_without_exploration_only_what_ran_is_told() -> None:
     assert same is not None
     assert same.estimate == pytest.approx(log.truth(log.logged), rel=5e-3)
     assert found.sums["less"].estimate("snips", found.switches) is None
-    cells = found.sums["less"].unanswered()
+    cells = found.sums["less"].overlap.unanswered()
     assert {cell.steps for cell in cells} == {0, 1}
     assert all("nothing was explored" in cell.reason for cell in cells)
     # Batch 7 and 8 lie in the region from 5 on; K=0 begins at 13.
@@ -155,21 +157,21 @@ def test_a_k_that_was_no_alternative_is_named() -> None:
 
     found = judged(OnlyThree(30_000, 2, exploration=0.1), target=table((1, 3), (9, 0)))
     assert found.sums["target"].estimate("doubly-robust", found.switches) is None
-    reasons = {cell.reason for cell in found.sums["target"].unanswered()}
+    reasons = {cell.reason for cell in found.sums["target"].overlap.unanswered()}
     assert reasons == {"K=0 was never drawn there: it was not among what was explored"}
 
 
 def test_blocks_of_one_step_tell_no_time() -> None:
     found = judged(replace(BUSY, block_steps=1), target=LESS)
     assert found.sums["target"].estimate("snips", found.switches) is None
-    assert all("first steps after a switch" in cell.reason for cell in found.sums["target"].unanswered())
+    assert all("first steps after a switch" in cell.reason for cell in found.sums["target"].overlap.unanswered())
 
 
 def test_the_floor_that_is_named_is_enough() -> None:
     log = replace(BUSY, steps=100_000, exploration=0.0)
     silent = judged(log, target=LESS)
     sums = silent.sums["target"]
-    floor = needed_floor(sums.unanswered(), sums.steps, silent.switches.spread, 4)
+    floor = needed_floor(sums.overlap.unanswered(), silent.steps, silent.switches.spread, 4)
     assert 1e-4 < floor < 0.02
     # The floor is of each other K.
     found = judged(replace(log, exploration=2 * floor), target=LESS)
@@ -221,17 +223,3 @@ def test_bootstrap_weights_are_poisson_and_repeat() -> None:
     assert (weights[:, 0] == 1.0).all()
     assert abs(np.corrcoef(weights[:, 1:9].T)[0, 1:]).max() < 0.03
     assert (poisson_weights(np.array([7, 19_999]), 64) == weights[[7, 19_999]]).all()
-
-
-def test_what_is_held_is_told_from_the_steps_around() -> None:
-    log = replace(BUSY, steps=20_000)
-    reader = StepReader(log.hello)
-    for part, (chunk, (_, states)) in enumerate(zip(log.chunks(), log.parts(), strict=True)):
-        steps, _, _ = reader.steps(chunk)
-        assert (steps.ordinary == (steps.arm == steps.held)).all()
-        if part:
-            cell = np.searchsorted(log.logged.grid.batch_edges, states["batch"])
-            assert (steps.held == np.searchsorted(ARMS, np.array(log.logged.choice)[cell])).all()
-    # Explored steps before the first ordinary one of their cell.
-    assert reader.unusable < 20
-    assert reader.block_steps == 4

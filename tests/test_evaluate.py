@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from controller.cli import main
-from controller.config import TraceConfig
+from controller.config import SwitchbackConfig, TraceConfig
 from controller.evaluate import EFFECT, EFFICIENCY, evaluate
 from controller.replay import Run, Scenario, serve
 from controller.surface import load_surface
+from controller.switchback import Arm, Switchback, fallback_plan
 from controller.trace import TraceWriter
 from controller.trace_reader import TraceError
 from controller.workload import generated_requests
@@ -104,23 +105,25 @@ def logged(policy: Policy, seconds: float, acceptance: float = 0.75) -> tuple[Ru
     return serve("exploring", scenario, make), servers[0]
 
 
+def truth(run: Run, records: list[StepRecord], steps: int, acceptance: float = 0.75) -> float:
+    """Tokens per second that K = ``steps`` was to earn in the states of ``logged``; switches left out."""
+    surface = load_surface("moe").speculating
+    lives = sum(len(one.accepted_drafts) - one.accepted_drafts.count(MASKED) for one in records)
+    decodes = run.decodes[: len(records)]
+    assert [one.batch_size for one in decodes] == [one.batch_size for one in records]
+    seconds = sum(surface.decode_seconds(steps, one.batch_size, one.mean_context) for one in decodes)
+    return lives * sum(acceptance**j for j in range(steps + 1)) / seconds
+
+
 def test_a_log_of_the_real_hooks(tmp_path: Path) -> None:
     policy = Exploring(1, 0.03)
     run, server = logged(policy, 240.0)
     trace = written(tmp_path, server, policy.records)
     found = evaluate([trace], ["static:0", "static:1", "static:3", "static:5"], replay_seconds=0.0)
-    surface = load_surface("moe").speculating
-    lives = np.array([len(one.accepted_drafts) - one.accepted_drafts.count(MASKED) for one in policy.records])
-    decodes = run.decodes[: len(lives)]
-    assert [one.batch_size for one in decodes] == [one.batch_size for one in policy.records]
-    for steps in (0, 1, 3, 5):
-        seconds = sum(surface.decode_seconds(steps, one.batch_size, one.mean_context) for one in decodes)
-        truth = float(lives.sum()) * sum(0.75**j for j in range(steps + 1)) / seconds
-        for row in found.rows:
-            if row.policy == f"static:{steps}":
-                assert row.estimate is not None, row
-                # A request's last step is cut short at its end, and the surface knows nothing of that.
-                assert row.estimate == pytest.approx(truth, rel=0.03), row
+    for row in found.rows:
+        assert row.estimate is not None, row
+        # A request's last step is cut short at its end, and the surface knows nothing of that.
+        assert row.estimate == pytest.approx(truth(run, policy.records, int(row.policy[-1])), rel=0.03), row
 
 
 def test_a_floor_makes_the_log_of_goodput_answer(tmp_path: Path) -> None:
@@ -145,6 +148,47 @@ def test_a_floor_makes_the_log_of_goodput_answer(tmp_path: Path) -> None:
         assert found.rows[0].estimate is None or floor
     assert drawn[0.02] == set(server.candidate_steps)
     assert answered[0.02] > answered[0.0]
+
+
+class SwitchingBack(Exploring):
+    """One K by batch size, and the fallback's table of one cell in the blocks of a switchback."""
+
+    choice = (5, 1, 0)
+
+    def __init__(self, share: float) -> None:
+        super().__init__(1, 0.05)
+        self._config = SwitchbackConfig(share=share, block_seconds=2.0, washout_seconds=0.5)
+        self._switchback: Switchback | None = None
+
+    def decide(self, server: Hello, now: float) -> Plan:
+        if self._switchback is None:
+            self._switchback = Switchback(self._config, server, 1, now)
+        if self._switchback.arm(now) is Arm.FALLBACK:
+            return fallback_plan(server)
+        explore = {
+            cell: tuple((k, 0.05) for k in sorted(server.candidate_steps) if k != held)
+            for cell, held in enumerate(self.choice)
+        }
+        return Plan(Grid((4, 12)), self.choice, (frozenset[int](),) * 3, "", explore=explore, block_steps=4)
+
+
+def test_blocks_of_a_switchback_are_of_another_table(tmp_path: Path) -> None:
+    policy = SwitchingBack(0.15)
+    run, server = logged(policy, 240.0)
+    fallback = [one for one in policy.records if one.block < 0]
+    assert len({one.epoch for one in fallback}) > 5
+    # A cell's number means something within its own table only, and so does what was held there.
+    assert {(one.cell, one.held_steps) for one in fallback if one.epoch} == {(0, server.fallback_steps)}
+    explored = [one for one in policy.records if one.block >= 0]
+    assert all(one.held_steps == policy.choice[np.searchsorted((4, 12), one.batch_size)] for one in explored)
+
+    policies = ["batch-table:1:5,5:1,13:0", "static:0", "static:1", "logged"]
+    found = evaluate([written(tmp_path, server, policy.records)], policies, replay_seconds=0.0)
+    for row in found.rows:
+        assert row.estimate is not None, row
+        assert row.answered == 1.0, row
+        if row.policy.startswith("static"):
+            assert row.estimate == pytest.approx(truth(run, policy.records, int(row.policy[-1])), rel=0.03), row
 
 
 # -- refusals and errors --

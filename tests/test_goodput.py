@@ -30,7 +30,9 @@ def share(run: Run, surface: NamedSurface, first: int, last: int | None = None) 
     return float(judged.expected.sum() / judged.best.sum())
 
 
-@pytest.mark.parametrize("surface", ["h200-sglang", "h200-native-skip", "h200-triton", "moe", "context"])
+@pytest.mark.parametrize(
+    "surface", ["h200-sglang", "h200-native-skip", "h200-triton", "h200-triton-skip", "moe", "context"]
+)
 @pytest.mark.parametrize(("concurrency", "seconds"), [(1, 100.0), (16, 130.0), (64, 200.0)])
 def test_close_to_the_best_k_in_every_state(surface: str, concurrency: int, seconds: float) -> None:
     result = simulate("goodput", scenario(surface, concurrency, seconds))

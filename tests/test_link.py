@@ -14,7 +14,7 @@ from sglang_hooks.agent import Agent, ServerFacts
 from sglang_hooks.broadcast import BURST
 from sglang_hooks.settings import Settings
 from sglang_hooks.table_policy import TablePolicy
-from sglang_hooks.wire import MAX_MESSAGE_BYTES, DecisionSource, HelloRequest, Lease, encode
+from sglang_hooks.wire import MAX_MESSAGE_BYTES, WIRE_VERSION, DecisionSource, HelloRequest, Lease, encode
 from tests.messages import record, table
 from tests.peers import Peer
 
@@ -58,12 +58,12 @@ def wait(done: Callable[[], object], seconds: float = 10.0) -> None:
     "frame",
     [
         b"",
-        b"\x01",
+        bytes((WIRE_VERSION,)),
         b"\xff",
         os.urandom(64),
-        b"\x02" + encode(Lease(1, 5.0))[1:],
+        bytes((WIRE_VERSION + 1,)) + encode(Lease(1, 5.0))[1:],
         encode(table())[:-3],
-        b"\x01" + b"\x93" * 5000,
+        bytes((WIRE_VERSION,)) + b"\x93" * 5000,
         encode(table(epoch=-4)),
         encode(table(steps=2)),
         encode(table(lease_seconds=float("nan"))),
@@ -87,7 +87,8 @@ def test_bad_messages_are_counted_and_change_nothing(frame: bytes, start: Start,
         peer.hello()
         peer.send_raw(frame)
         counters = agent._link.counters  # type: ignore[union-attr]
-        wait(lambda: counters["messages_refused"] + counters["tables_refused"] == 1)
+        refusals = "messages_refused", "tables_refused", "tables_replayed"
+        wait(lambda: sum(counters[name] for name in refusals) == 1)
         passes(agent, 3)
         assert agent.policy.source == DecisionSource.FALLBACK
         peer.send_table(table(epoch=1, steps=0), agent)
@@ -95,7 +96,7 @@ def test_bad_messages_are_counted_and_change_nothing(frame: bytes, start: Start,
         assert agent.policy.get_steps_for_batch(1) == 0
         peer.until(lambda: peer.states and peer.states[-1].epoch == 1)
         sent = peer.states[-1].counters
-        assert sent["messages_refused"] + sent["tables_refused"] == 1
+        assert sum(sent[name] for name in refusals) == 1
 
 
 @pytest.mark.parametrize("size", [MAX_MESSAGE_BYTES + 1, 4 * MAX_MESSAGE_BYTES])
@@ -108,7 +109,7 @@ def test_the_link_survives_an_oversized_message(
     with Peer(tmp_path) as peer:
         peer.hello()
         first = peer.address
-        peer.send_raw(b"\x01" * size)
+        peer.send_raw(bytes((WIRE_VERSION,)) * size)
         peer.until(lambda: peer.address != first)
         peer.send_table(table(epoch=1, steps=0), agent)
         passes(agent)
@@ -123,7 +124,7 @@ def test_replayed_and_older_tables_are_refused(start: Start, tmp_path: Path) -> 
         passes(agent)
         peer.send(table(epoch=5, steps=1))
         peer.send(table(epoch=4, steps=1))
-        wait(lambda: agent._link.counters["tables_refused"] == 2)  # type: ignore[union-attr]
+        wait(lambda: agent._link.counters["tables_replayed"] == 2)  # type: ignore[union-attr]
         passes(agent, 3)
         assert agent.policy.get_steps_for_batch(1) == 0
 

@@ -183,7 +183,7 @@ def test_dashboard_is_whole() -> None:
     assert all(panel["description"] for panel in panels)
     shown = " ".join(expressions())
     for metric in ("decode_steps", "acceptance", "learned_step", "expected_gain", "exploration_lost", "switches",
-                   "switchback_gain", "hook_events", "table_age", "drafter_broken"):  # fmt: skip
+                   "switchback_gain", "events", "table_age", "drafter_broken"):  # fmt: skip
         assert f"specpilot_{metric}" in shown
 
 

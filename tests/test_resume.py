@@ -50,7 +50,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     made = Server(monkeypatch)
     override = rig.publish_config()
     plugin.activate()
-    with get_parallel().override(pp_size=1):
+    with get_parallel().override(pp_size=1, tp_group=skip_rig.SINGLE):
         eagle_worker_v2.AdaptiveSpeculativeParams(initial_steps=3, cfg_path=str(config))
         made.serve(SkipWorker(), 4)
         yield made

@@ -31,7 +31,7 @@ from policies.interface import Grid, Plan, Policy
 from sglang_hooks.agent import Agent, ServerFacts
 from sglang_hooks.settings import Settings
 from sglang_hooks.table_policy import TablePolicy
-from sglang_hooks.wire import MAX_MESSAGE_BYTES, DecisionSource, Hello, StepBatch, StepRecord, encode
+from sglang_hooks.wire import MAX_MESSAGE_BYTES, WIRE_VERSION, DecisionSource, Hello, StepBatch, StepRecord, encode
 from tests.messages import hello, record
 
 THRESHOLD = '[policy]\nname = "threshold"\nthreshold = 5\nsteps = 3\nband = 1\n'
@@ -275,8 +275,9 @@ def test_bad_messages_are_counted_and_hurt_nobody(make: Make, agents: Agents) ->
     controller = make().start()
     agent = agents(controller.endpoint)
     until(lambda: in_command(agent))
-    frames = [b"", b"\x01", b"\xff", os.urandom(200), b"\x07" + encode(hello())[1:], encode(hello())[:-1]]
-    frames.append(b"\x01\x92\xa5steps\x01")
+    version = bytes((WIRE_VERSION,))
+    frames = [b"", version, b"\xff", os.urandom(200), b"\x07" + encode(hello())[1:], encode(hello())[:-1]]
+    frames += 101 * [version + b"\x92\xa5steps\x01"]
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 1000)
         stranger.connect(controller.endpoint)
@@ -289,7 +290,7 @@ def test_bad_messages_are_counted_and_hurt_nobody(make: Make, agents: Agents) ->
     agent._queue.put(record())
     until(lambda: controller.server().records == 1)
     assert in_command(agent)
-    assert controller.log().count("was refused") == 1  # said once, then counted
+    assert 1 < controller.log().count("was refused") <= 8  # each cause said once, then counted
 
 
 def test_a_hello_that_no_policy_could_take_is_refused(make: Make) -> None:
@@ -332,7 +333,7 @@ class Failing(Policy):
 def test_a_policy_that_fails_for_one_server_goes_on_for_the_others(
     tmp_path: Path, agents: Agents, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("controller.config.ThresholdPolicy.build", lambda self, prior: Failing())
+    monkeypatch.setattr("controller.config.ThresholdPolicy.build", lambda self, prior=None: Failing())
     settings = ControllerConfig(endpoint=f"ipc://{tmp_path}/c.ipc", lease_seconds=0.5)
     service = Service(Config(controller=settings, trace=TraceConfig(directory="")))
     good, bad = agents(settings.endpoint, "good"), agents(settings.endpoint, "bad")
@@ -487,7 +488,7 @@ def test_a_full_or_broken_trace_never_stops_control(make: Make, agents: Agents) 
         ("[polcy]", "polcy"),
         ("[controller]\nlease_seconds = 0", r"lease_seconds"),
         ('[controller]\nlease_seconds = "5"', r"\$\.controller\.lease_seconds"),
-        ('[controller]\nendpoint = "tcp://0.0.0.0:1"', "tcp:// would be open"),
+        ('[controller]\nendpoint = "tcp://0.0.0.0:1"', "specpilot keygen"),
         ('[controller]\nendpoint = "ipc://relative"', "absolute path"),
         ("[trace]\nsegment_bytes = 1000000\ntotal_bytes = 100000", "segment_bytes is larger"),
         ("[trace", "controller.toml"),

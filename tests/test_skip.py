@@ -27,10 +27,11 @@ from sglang.srt.speculative import eagle_worker_v2  # noqa: E402
 from sglang.srt.speculative.eagle_info import EagleDraftInput  # noqa: E402
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
 
-from sglang_hooks import plugin, skip  # noqa: E402
+from sglang_hooks import contract, plugin, skip  # noqa: E402
 from sglang_hooks.resume import Resume  # noqa: E402
 from tests import sglang_rig as rig  # noqa: E402
 from tests import skip_rig  # noqa: E402
+from tests.contract.wheels import Edited  # noqa: E402
 from tests.skip_rig import SkipWorker  # noqa: E402
 
 
@@ -43,7 +44,7 @@ def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cache_locs, "assign_extend_cache_locs_uniform_func", skip_rig.slots_of_next_token)
     override = rig.publish_config()
     plugin.activate()
-    with get_parallel().override(pp_size=1):
+    with get_parallel().override(pp_size=1, tp_group=skip_rig.SINGLE):
         eagle_worker_v2.AdaptiveSpeculativeParams(initial_steps=3, cfg_path=str(config))
         yield
     plugin.uninstall()
@@ -159,13 +160,15 @@ def test_this_sglang_is_known() -> None:
 
 
 def test_another_sglang_keeps_its_own_k0_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.setattr(eagle_worker_v2.EAGLEWorkerV2, "verify", lambda self, batch, plan: None)
+    moved = ("pp_proxy_tensors=None, grammar_barrier=None", "grammar_barrier=None, plan=None")
+    edited = Edited(contract.installed(), eagle_worker_v2.__name__, moved)
+    monkeypatch.setattr(contract, "installed", lambda: edited)
     request.getfixturevalue("hooks")
     assert not [patch for patch in plugin._installed.patches if patch.target.endswith((".verify", "init_cuda_graphs"))]
     [line] = [r.getMessage() for r in caplog.records if "stays SGLang's own" in r.getMessage()]
-    assert "EAGLEWorkerV2.verify takes ('self', 'batch', 'plan')" in line
+    assert "EAGLEWorkerV2.verify: parameter plan is new in SGLang" in line
 
 
 def test_the_option_turns_it_off(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
@@ -324,7 +327,8 @@ def test_grammars_see_the_step_before_after_the_launch(worker: SkipWorker, monke
 
 def test_ranks_that_sample_agree(worker: SkipWorker) -> None:
     sent = []
-    worker.runner.tp_group = SimpleNamespace(world_size=2, broadcast=lambda tokens, src: sent.append((tokens, src)))
+    group = SimpleNamespace(world_size=2, broadcast=lambda tokens, src: sent.append((tokens, src)))
+    plugin._installed.skip._tp_group = group
     server = Server(worker, [5, 9], overlap=True)
     server.launch(server.batch())
     assert sent == []  # argmax of the same logits

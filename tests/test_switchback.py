@@ -260,7 +260,7 @@ SHORT = SwitchbackConfig(share=1.0, block_seconds=4.0, washout_seconds=0.5, retr
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rig]]:
     made: list[Rig] = []
     # Which block comes first is drawn: every run of a test draws alike.
-    monkeypatch.setattr("controller.service.secrets.randbits", lambda bits: 20261129)
+    monkeypatch.setattr("controller.session.secrets.randbits", lambda bits: 20261129)
 
     def make(*arguments: Any, **options: Any) -> Rig:
         made.append(Rig(tmp_path, *arguments, **options))

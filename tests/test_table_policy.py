@@ -106,7 +106,19 @@ def test_the_servers_own_bound_beats_every_table() -> None:
     assert steps_of(target, [1, 7, 8, 31, 32, 400]) == [3, 3, 1, 1, 0, 0]
     capped = target.take_launch(target.forward_iter)
     assert capped is not None
-    assert (capped.steps, capped.proposed_steps, capped.probability, capped.block) == (0, 0, 1.0, -1)
+    assert (capped.steps, capped.proposed_steps, capped.held_steps) == (0, 0, 0)
+    assert (capped.probability, capped.block) == (1.0, -1)
+
+
+def test_a_draw_beyond_the_servers_bound_is_no_exploration() -> None:
+    target = policy(Settings(max_steps_by_batch=((1, 1),)))
+    adopt(target, table(steps=0, explore={0: [(3, 0.5)]}, block_steps=1))
+    launches = []
+    for _ in range(64):
+        steps_of(target, [2])
+        launches.append(target.take_launch(target.forward_iter))
+    found = {(one.proposed_steps, one.held_steps, one.probability, one.block >= 0) for one in launches if one}
+    assert found == {(0, 0, 0.5, True), (1, 1, 1.0, False)}
 
 
 def test_context_regions() -> None:

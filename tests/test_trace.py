@@ -27,7 +27,7 @@ from rich.console import Console
 
 from controller import trace
 from controller.config import ConfigError, TraceConfig
-from controller.trace import SCHEMA, TraceWriter, check_directory, folder_name, to_batch
+from controller.trace import FORMAT_VERSION, SCHEMA, TraceWriter, check_directory, folder_name, to_batch
 from controller.trace_info import LISTED_FAULTS, ServerTrace, print_trace_info, trace_info
 from controller.trace_reader import Segment, TraceError, segments
 from sglang_hooks.wire import DecisionSource, StepBatch, StepRecord, encode
@@ -357,13 +357,13 @@ def test_what_is_no_trace_is_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="an Arrow file, but not a specpilot trace"):
         Segment(path)
     _stream(path, SCHEMA.with_metadata({"specpilot.trace": "999"}))
-    with pytest.raises(TraceError, match="trace format 999, this one reads 1"):
+    with pytest.raises(TraceError, match=f"trace format 999, this one reads {FORMAT_VERSION}"):
         Segment(path)
-    _stream(path, pa.schema(list(SCHEMA)[1:], metadata={"specpilot.trace": "1"}))
+    _stream(path, pa.schema(list(SCHEMA)[1:], metadata={"specpilot.trace": str(FORMAT_VERSION)}))
     with pytest.raises(TraceError, match="another version"):
         Segment(path)
     for text in ("{}", "[]", "no json"):
-        _stream(path, SCHEMA.with_metadata({"specpilot.trace": "1", "specpilot.hello": text}))
+        _stream(path, SCHEMA.with_metadata({"specpilot.trace": str(FORMAT_VERSION), "specpilot.hello": text}))
         with pytest.raises(TraceError, match="describes its server"):
             Segment(path)
 

@@ -109,6 +109,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("value out of range", {"padded_batch_size": 1}, "padded_batch_size 1 is less"),
     ("value out of range", {"context_tokens": 1 << 40}, "context_tokens"),
     ("value out of range", {"context_tokens": -1}, "context_tokens -1"),
+    ("value out of range", {"held_steps": 1}, "held_steps 1 is not what was proposed"),
     ("value out of range", {"draft_tokens": -1, "accepted_drafts": [0, 0]}, "draft_tokens -1"),
     ("value out of range", {"accepted_drafts": [4, 0]}, "more than were drafted"),
     ("value out of range", {"accepted_drafts": [-2, 0]}, "below -1"),

@@ -50,7 +50,7 @@ def parse(path: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def as_rows(records: list[StepRecord], server: str = "node:30000/0", instance: str = "i1") -> list[dict[str, Any]]:
-    return [{"server": server, "instance": instance} | msgspec.structs.asdict(one) for one in records]
+    return [{"server": server, "instance": instance, "policy": ""} | msgspec.structs.asdict(one) for one in records]
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -61,7 +61,7 @@ def test_values_come_back_exactly(kind: str, tmp_path: Path) -> None:
     info = export_trace([tmp_path / "t"], output)
     expected = [*as_rows([*AWKWARD, *numbered(3, 5000)]), *as_rows(numbered(0, 3), "other/1", "i2")]
     found = parse(output, kind)
-    assert list(found[0]) == ["server", "instance", *SCHEMA.names]
+    assert list(found[0]) == ["server", "instance", "policy", *SCHEMA.names]
     assert found == expected
     assert {name: server.records for name, server in info.items()} == {"node:30000/0": 5003, "other/1": 3}
     assert sorted(path.name for path in tmp_path.iterdir()) == [output.name, "t"]

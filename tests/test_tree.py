@@ -43,7 +43,7 @@ def active(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server = Server(monkeypatch)
     override = rig.publish_config()
     plugin.activate()
-    with get_parallel().override(pp_size=1):
+    with get_parallel().override(pp_size=1, tp_group=skip_rig.SINGLE):
         yield server
     plugin.uninstall()
     override.restore()

@@ -11,5 +11,9 @@ if [ ! -d "$root/site/sglang" ]; then
   [ -f "$bundle/pair.tar.xz" ] && mkdir -p "$root/pair" && tar xf "$bundle/pair.tar.xz" -C "$root/pair"
   python3 "$here/models.py" "$root/models"
 fi
-rm -rf "$root/specpilot" && mkdir "$root/specpilot" && python3 -m zipfile -e "$bundle"/specpilot-*.whl "$root/specpilot"
+wheel="$(cat "$bundle"/specpilot-*.whl | sha256sum)"
+if [ "$wheel" != "$(cat "$root/specpilot/wheel" 2>/dev/null)" ]; then  # not under the feet of a run beside this one
+  rm -rf "$root/specpilot" && mkdir "$root/specpilot" && python3 -m zipfile -e "$bundle"/specpilot-*.whl "$root/specpilot"
+  echo "$wheel" > "$root/specpilot/wheel"
+fi
 export PYTHONPATH="$root/specpilot:$root/site" PYTHONUNBUFFERED=1

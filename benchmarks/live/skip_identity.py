@@ -244,7 +244,8 @@ class Run:
         self.order: dict[str, list[str]] = {}
         for name, blocks in runs.items():
             dump_at = WARM_STEPS + int(name.removeprefix("gap")) + 2 if name.startswith("gap") else NEVER_DUMP
-            self.plan(name, batch=RESUME_PROMPTS, blocks=blocks, rows=True, dump_at=dump_at)
+            # A few of the prompts may wait for a row of the request pool: count from when most run.
+            self.plan(name, batch=RESUME_PROMPTS * 3 // 4, blocks=blocks, rows=True, dump_at=dump_at)
             answers = self.generate(prompts, RESUME_TOKENS, RESUME_PROMPTS)
             self.order[name] = [answer["meta_info"]["id"] for answer in answers]
             self.outputs[name] = {
@@ -252,7 +253,8 @@ class Run:
                 for prompt, answer in zip(prompts, answers, strict=True)
             }
         self.settle()
-        self.found["resume"] = {"warm_steps": WARM_STEPS, "window": WINDOW, "ring": self.ring(), "runs": {}}
+        self.found["resume"] = {"warm_steps": WARM_STEPS, "window": WINDOW, "ring": self.ring(), "runs": {},
+                                "most_running": self.most_running()}  # fmt: skip
         for name in [*runs][1:]:
             try:
                 self.found["resume"]["runs"][name] = {
@@ -261,6 +263,13 @@ class Run:
             except Exception:
                 self.found["resume"]["runs"][name] = {"failed": traceback.format_exc()[-600:]}
             self.say(f"{name}: {json.dumps(self.found['resume']['runs'].get(name))[:900]}")
+
+    def most_running(self) -> dict[str, int]:
+        """Largest batch of each run: without its steps nothing can be said of it."""
+        found: dict[str, int] = {}
+        for line in self.lines("steps.jsonl"):
+            found[line["plan"]] = max(found.get(line["plan"], 0), line["batch"])
+        return {name: found.get(name, 0) for name in self.outputs}
 
     def ring(self) -> int | None:
         states = self.lines("state.jsonl")

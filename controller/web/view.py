@@ -160,7 +160,10 @@ def hour_view(now: float, server: ServerSnapshot) -> HourView:
 
 def controller_problems(status: ControllerStatus) -> list[Problem]:
     """Return what is wrong with the controller itself."""
-    found = [Problem("bad", text) for text in (status.trace_error, status.prior_error) if text]
+    found = [Problem("bad", text) for text in (status.config_error, status.trace_error, status.prior_error) if text]
+    if status.handshakes_failed:
+        found.append(Problem("warn", f"{status.handshakes_failed:,} connections had no key that is allowed"))
+    found += [Problem("info", change) for change in status.changes]
     if status.trace_lost:
         found.append(Problem("warn", f"{status.trace_lost:,} records could not be written to the trace"))
     if status.refused_messages:

@@ -328,7 +328,7 @@ def test_a_loop_that_hangs_is_told_and_waited_for_no_longer(monkeypatch: pytest.
 
 def service(tmp_path: Path) -> Service:
     endpoint = f"ipc://{tmp_path}/c.ipc"
-    return Service(Config(ControllerConfig(endpoint), trace=TraceConfig(""), prior=PriorConfig("")))
+    return Service(Config(controller=ControllerConfig(endpoint), trace=TraceConfig(""), prior=PriorConfig("")))
 
 
 def test_a_port_that_is_taken_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``specpilot controller | status | set | trace info | replay | demo | bench hook``."""
+"""The command line: ``specpilot launch | controller | status | set | compare | trace | fit | replay | …``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from controller.config import ConfigError, default_endpoint, load_config
+from controller.server_arguments import CANDIDATES
 from sglang_hooks.connection import KeyFiles
 
 FAILED = 1
@@ -45,6 +46,15 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("controller", help="run the controller beside one or more servers")
     command.add_argument("--config", type=Path, help="TOML file (default: all defaults)")
     command.set_defaults(run=_controller)
+
+    command = commands.add_parser("launch", help="an SGLang server with the controller beside it")
+    command.add_argument("--config", type=Path, help="the controller's TOML file (default: all defaults)")
+    command.add_argument(
+        "--candidates", type=_candidates, default=list(CANDIDATES), help="K to choose from, such as 0,1,3 (with 0)"
+    )
+    command.add_argument("--dry-run", action="store_true", help="print what would be started, and why")
+    command.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="of SGLang's server")
+    command.set_defaults(run=_launch)
 
     command = commands.add_parser("status", help="what every server does now, and who decided it")
     _add_controller(command)
@@ -197,6 +207,19 @@ def _controller(options: argparse.Namespace, console: Console) -> int:  # noqa: 
     with page.served(service.board):
         service.run()
     return 0
+
+
+def _candidates(text: str) -> list[int]:
+    steps = sorted({int(part) for part in text.split(",")})
+    if steps[0] != 0 or len(steps) < 2:
+        raise argparse.ArgumentTypeError("give 0 and at least one K above it, none negative")
+    return steps
+
+
+def _launch(options: argparse.Namespace, console: Console) -> int:
+    from controller.launch import Request, launch
+
+    return launch(Request(options.arguments, options.config, options.candidates, options.dry_run), console)
 
 
 def _status(options: argparse.Namespace, console: Console) -> int:

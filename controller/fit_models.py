@@ -282,7 +282,7 @@ def _costs(hello: Hello, lines: dict[Cell, Line], records: _Records) -> dict[str
         # As many as a cell of the controller remembers; of a stored prior it counts fewer.
         n = min(float(records.cells[steps, size].seen), MEMORY)
         covariance = line.slope * line.variance
-        cells.append(StoredCell(steps, size, n, line.level, line.mean, line.variance, covariance, line.spread**2))
+        cells.append(StoredCell(steps, size, n, line.level, line.mean, line.variance, covariance, line.spread**2, n))
     found = {quality.kind: quality for quality in _switches(lines, records)}
     switches = StoredSwitches(
         **{
@@ -292,7 +292,7 @@ def _costs(hello: Hello, lines: dict[Cell, Line], records: _Records) -> dict[str
             for kind in StoredSwitches.__struct_fields__
         }
     )
-    stored: dict[str, object] = msgspec.to_builtins(StoredCosts(1, fingerprint(hello), cells, switches))
+    stored: dict[str, object] = msgspec.to_builtins(StoredCosts(2, fingerprint(hello), cells, switches))
     return stored
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
 from dataclasses import dataclass
 
 import msgspec
@@ -51,6 +50,8 @@ HOST_GAP = 0.5
 
 REFIT = 64
 """Records between fits, or as many as there are cells: a constant price per record. A quarter of all at first."""
+START_FITS = 16
+"""Fits to a stored prior, one after the other: each begins from what the one before found, misfit included."""
 PRIOR_WEIGHT = 24.0
 """Records that a cell of a stored prior counts as, at most."""
 UNKNOWN_SECONDS, UNKNOWN_ERROR = 0.02, 3.0
@@ -239,10 +240,10 @@ class CostModel:
             # As many records as the level is still worth.
             n = 1.0 / (1.0 / cell.n + self._common.doubt(cell) / cell.spread**2)
             level = min(max(cell.level + self._common.level, LEAST_LEVEL), MOST_LEVEL)
-            squares = (cell.context_square / cell.n, cell.context_time / cell.n)
-            cells.append(StoredCell(steps, size, n, level, cell.mean_context, *squares, cell.variance))
+            moments = (cell.context_square / cell.context_n, cell.context_time / cell.context_n)
+            cells.append(StoredCell(steps, size, n, level, cell.mean_context, *moments, cell.variance, cell.context_n))
         switches = StoredSwitches(**{kind: extra.stored() for kind, extra in self._extras.items()})
-        stored: dict[str, object] = msgspec.to_builtins(StoredCosts(1, self._fingerprint, cells, switches))
+        stored: dict[str, object] = msgspec.to_builtins(StoredCosts(2, self._fingerprint, cells, switches))
         return stored
 
     def _take_prior(self, stored: StoredCosts) -> None:
@@ -252,14 +253,19 @@ class CostModel:
                 continue
             n = min(old.n, PRIOR_WEIGHT)
             spread = min(max(math.sqrt(old.variance), SPREAD_FLOOR), SPREAD_CEILING)
-            # Contexts deviate by no more than their mean, and relative time by less than 1.
-            deviation = min(math.sqrt(old.context_variance), old.mean_context)
+            # Contexts deviate by no more than their mean, and relative time by less than 1. Version 1 had moments over
+            # too few records, but both of them, so their ratio is the slope.
+            square = min(old.context_variance, old.mean_context**2)
+            bound = 1.0 / max(old.mean_context, 1.0)
+            slope = min(max(old.context_time / max(old.context_variance, 1e-9), -bound), bound)
+            context_n = min(old.context_n or n, MEMORY)
             self._cells[key] = Cell(
                 n=n,
                 level=old.level,
                 mean_context=old.mean_context,
-                context_square=deviation**2 * n,
-                context_time=min(max(old.context_time, -deviation), deviation) * n,
+                context_n=context_n,
+                context_square=square * context_n,
+                context_time=slope * square * context_n,
                 variance=spread**2,
                 spread=spread,
                 records=SETTLED,
@@ -271,7 +277,8 @@ class CostModel:
         for kind in self._extras:
             self._extras[kind] = _Extra.of(getattr(stored.switches, kind))
         if self._fitted:
-            self._refit()
+            for _ in range(START_FITS):
+                self._refit()
         self.note = f"cost prior of {len(self._fitted)} cells"
         if len(self._fitted) < len(stored.cells):
             self.note += f"; {len(stored.cells) - len(self._fitted)} more are of steps or batch sizes not run here"
@@ -325,24 +332,27 @@ class CostModel:
     def _refit(self) -> None:
         """Fit the backbone to all cells, and tell them its slopes.
 
-        Where a stored prior is wrong about a K, it is so at every size: those of its cells that were
-        not seen yet are together worth one.
+        A stored prior is fitted as it is until cells are found off by more than was assumed. Where it is
+        wrong about a K, it is so at every size: what those of its cells that were not seen yet err by
+        beyond that is theirs in common.
         """
         self._since_fit = 0
         if len(self._stacked[0]) != len(self._fitted):
             self._stacked = stack([self._design(*key) for key in self._fitted])
         cells = [self._cells[key] for key in self._fitted]
-        unseen = Counter(steps for (steps, _), cell in zip(self._fitted, cells, strict=True) if not cell.last)
-        doubts = [
-            self._common.doubt(cell) * (1.0 if cell.last else unseen[steps])
-            for (steps, _), cell in zip(self._fitted, cells, strict=True)
-        ]
-        level, context, n, square, time, spread = np.array(
-            [(c.level, c.mean_context, c.n, c.context_square, c.context_time, c.spread) for c in cells]
+        unseen = sorted({steps for (steps, _), cell in zip(self._fitted, cells, strict=True) if not cell.last})
+        shared, error = np.zeros((len(cells), len(unseen))), self._common.prior_excess
+        for row, ((steps, _), cell) in enumerate(zip(self._fitted, cells, strict=True)):
+            if not cell.last:
+                shared[row, unseen.index(steps)] = error
+        doubts = [self._common.moved_variance(cell) for cell in cells]
+        level, context, n, context_n, square, time, spread = np.array(
+            [(c.level, c.mean_context, c.n, c.context_n, c.context_square, c.context_time, c.spread) for c in cells]
         ).T
-        half = np.minimum(np.sqrt(square / n), context)
+        half = np.minimum(np.sqrt(square / context_n), context)
         lean = np.clip(half * time / np.maximum(square, 1e-9), -0.9, 0.9)
-        self._backbone = self._backbone.fitted(self._stacked, level, spread**2 / n + doubts, context, half, lean)
+        noise = spread**2 / n + doubts
+        self._backbone = self._backbone.fitted(self._stacked, level, noise, context, half, lean, shared)
         for cell, slope in zip(cells, self._backbone.slopes(self._stacked, context).tolist(), strict=True):
             cell.prior_slope, cell.prior_weight = slope, (cell.spread / (SLOPE_ERROR * slope)) ** 2
             cell.set_slope()

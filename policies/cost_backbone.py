@@ -106,28 +106,45 @@ class Backbone:
         slopes: Array = (rise @ weights) / ((fixed + rise * context[:, None]) @ weights)
         return slopes
 
-    def fitted(self, design: Design, level: Array, noise: Array, context: Array, half: Array, lean: Array) -> Backbone:
-        """Return the fit to cells, by two Gauss-Newton steps from this one; all of shape (cells,).
+    def fitted(
+        self,
+        design: Design,
+        level: Array,
+        noise: Array,
+        context: Array,
+        half: Array,
+        lean: Array,
+        shared: Array,
+    ) -> Backbone:
+        """Return the fit to cells, by two Gauss-Newton steps from this one; arrays of shape (cells,).
 
         A cell is known as log seconds ``level`` of variance ``noise`` at ``context``, and by the
         relative rise ``lean`` over ``half``, one standard deviation of its contexts. It is two
         points, that far to either side: the same moments, hence the same evidence on level and
-        slope, as all its records.
+        slope, as all its records. ``shared``, shape (cells, groups), is the standard deviation of an
+        error that the levels of a group's cells have in common: they tell a shape as well as without it.
         """
         contexts = np.concatenate((context - half, context + half))[:, None]
         levels = np.concatenate((level + np.log1p(-lean), level + np.log1p(lean)))
         weight = np.tile(0.5 / (self.misfit + noise), 2)[:, None]
         twice = (np.concatenate((design[0],) * 2), np.concatenate((design[1],) * 2), np.concatenate((design[2],) * 2))
-        mean, covariance = self.mean, self.covariance
+        # The errors in common are unknown as the parameters are, and linear: they begin at 0 with every fit.
+        errors = np.concatenate((shared, shared))
+        precision = np.eye(_PARAMETERS + errors.shape[1])
+        precision[:_PARAMETERS, :_PARAMETERS] = _PRIOR_PRECISION
+        mean = np.concatenate((self.mean, np.zeros(errors.shape[1])))
         for _ in range(2):
-            guess, jacobian = _linearise(twice, contexts, mean)
+            guess, jacobian = _linearise(twice, contexts, mean[:_PARAMETERS])
+            jacobian = np.hstack((jacobian, errors))
             weighted = (jacobian * weight).T
-            covariance = np.asarray(np.linalg.inv(weighted @ jacobian + _PRIOR_PRECISION), np.float64)
-            target = covariance @ (weighted @ (levels - guess + jacobian @ mean))
+            covariance = np.asarray(np.linalg.inv(weighted @ jacobian + precision), np.float64)
+            target = covariance @ (weighted @ (levels - guess + jacobian[:, :_PARAMETERS] @ mean[:_PARAMETERS]))
             step = target - mean
             step[_THETA] = np.clip(step[_THETA], -1.0, 1.0)
             mean = mean + step
-        off = ((levels - _linearise(twice, contexts, mean)[0]) ** 2).sum() / 2.0
+        mean, common = mean[:_PARAMETERS], mean[_PARAMETERS:]
+        covariance = covariance[:_PARAMETERS, :_PARAMETERS]
+        off = ((levels - _linearise(twice, contexts, mean)[0] - errors @ common) ** 2).sum() / 2.0
         free = max(len(level) - _PARAMETERS + float((covariance * _PRIOR_PRECISION).sum()), 0.0)
         return Backbone(mean, covariance, (MISFIT_CELLS * MISFIT**2 + off) / (MISFIT_CELLS + free))
 

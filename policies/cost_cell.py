@@ -44,6 +44,8 @@ class Cell:
     """Records the level counts as; 0 before the cell has a line."""
     level: float = 0.0
     mean_context: float = 0.0
+    context_n: float = 0.0
+    """Records that the two sums below are of: a level in doubt counts as fewer, what shows the slope does not."""
     context_square: float = 0.0
     """Sum over the remembered records of (context - mean)^2."""
     context_time: float = 0.0
@@ -83,7 +85,7 @@ class Cell:
         self.mean_context += (context - self.mean_context) / len(self.run)
         if len(self.run) < FIRST:
             return False
-        self.level, self.n, self.run = median(self.run), float(FIRST), []
+        self.level, self.n, self.context_n, self.run = median(self.run), float(FIRST), float(FIRST), []
         return True
 
     def doubt(self, variance: float) -> None:
@@ -117,7 +119,8 @@ class Cell:
             self.run.clear()
         self.n = n = min(self.n + 1.0, MEMORY)
         keep = 1.0 - 1.0 / n
-        fade = keep if n == MEMORY else 1.0
+        fade = 1.0 if self.context_n < MEMORY else 1.0 - 1.0 / MEMORY
+        self.context_n = min(self.context_n + 1.0, MEMORY)
         self.context_square = fade * self.context_square + keep * off * off
         # Moving the mean along the line changes the unit of relative time as well.
         shift = 1.0 + line / n
@@ -154,6 +157,7 @@ class Cell:
         level, n = median(self.run), float(len(self.run))
         moved = level - self.level
         keep = min(n / self.n, 1.0)
+        self.context_n *= keep
         self.context_square *= keep
         self.context_time *= keep
         # Twice what the run's median absolute deviation says: it is of few records.

@@ -48,8 +48,16 @@ class Common:
 
     def doubt(self, cell: Cell) -> float:
         """Return the variance of what may have happened to the cell's level since its last record."""
-        stored = self.prior_variance if not cell.last else 0.0
-        return (DOUBT * (self.level - cell.seen)) ** 2 + self.unrest - cell.unrest + stored
+        return self.moved_variance(cell) + (0.0 if cell.last else self.prior_variance)
+
+    def moved_variance(self, cell: Cell) -> float:
+        """Return the same without what a stored prior may err by."""
+        return (DOUBT * (self.level - cell.seen)) ** 2 + self.unrest - cell.unrest
+
+    @property
+    def prior_excess(self) -> float:
+        """Standard deviation of what stored cells not seen yet err by beyond the error assumed at first."""
+        return math.sqrt(max(self.prior_variance - PRIOR_DOUBT**2, 0.0))
 
     def before(self, cell: Cell) -> None:
         """Make ``cell`` as uncertain as it is, before its next record is learned."""

@@ -31,6 +31,8 @@ class StoredCell(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """Covariance of context and relative time."""
     variance: Annotated[float, Meta(ge=0.0, le=100.0)]
     """Of the relative noise of one record."""
+    context_n: Count | None = None
+    """Records that the two moments are of; version 1 did not tell, and counted them as ``n``."""
 
 
 class StoredSwitch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -52,7 +54,7 @@ class StoredSwitches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class StoredCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All of it, as JSON."""
 
-    version: Literal[1]
+    version: Literal[1, 2]
     fingerprint: str
     cells: Annotated[list[StoredCell], Meta(max_length=16384)]
     switches: StoredSwitches

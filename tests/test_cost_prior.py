@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from policies.cost import UNKNOWN_ERROR, CostModel
 from policies.cost_cell import MEMORY
-from tests.costs import NAMED, SERVER, STEPS, Seconds, Server, best, named, share_of_best
+from tests.costs import CAPTURED, NAMED, SERVER, STEPS, Seconds, Server, best, drawn, named, share_of_best
 
 CONTEXT = 1000.0
 
@@ -49,7 +49,7 @@ WRONG: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("no switches", lambda prior: prior.pop("switches") and prior, "switches"),
     ("a kind of switch missing", lambda prior: prior["switches"].pop("up") and prior, "$.switches"),
     ("something unknown", lambda prior: prior | {"extra": 1}, "extra"),
-    ("another version", lambda prior: prior | {"version": 2}, "$.version"),
+    ("another version", lambda prior: prior | {"version": 3}, "$.version"),
     ("another server", lambda prior: prior | {"fingerprint": "x" * 1000}, "it is of server xxx"),
     ("a fingerprint that is none", lambda prior: prior | {"fingerprint": [1]}, "$.fingerprint"),
     ("cells of another shape", lambda prior: prior | {"cells": [[3, 8.0]]}, "$.cells[0]"),
@@ -160,6 +160,67 @@ def test_what_is_stored_again_is_the_same_and_no_surer(good: dict[str, Any]) -> 
         assert again[2] <= first[2] <= min(original[2], MEMORY)
 
 
+def served(surface: Seconds, seed: int) -> CostModel:
+    """A model after three loads, of its contexts and sizes each, on a server that is slower in the second."""
+    server = Server(CostModel(SERVER), random.Random(seed))
+    for low, high, scale in ((0, 8, 1.0), (6, 18, 1.15), (2, 20, 1.0)):
+        server.scale = scale
+        for _ in range(80):
+            size = CAPTURED[server.rng.randrange(low, high)]
+            for steps in server.rng.sample(STEPS, 3):
+                server.run(surface, steps, size, server.rng.lognormvariate(math.log(CONTEXT), 0.5), 6)
+    return server.model
+
+
+def stored_again(model: CostModel) -> CostModel:
+    return CostModel(SERVER, json.loads(json.dumps(model.to_prior())))
+
+
+@pytest.mark.parametrize("name", [*NAMED, *range(8)])
+def test_what_is_stored_predicts_what_the_model_did(name: str | int) -> None:
+    """Any K, size and context, tried or not: storing must not add an error that could change a choice."""
+    surface = drawn(name) if isinstance(name, int) else named(name)
+    model = served(surface, 5)
+    new = stored_again(model)
+    assert new.cells == model.cells
+    added = [
+        abs(math.log(new.predict(steps, size, context)[0] / model.predict(steps, size, context)[0]))
+        for steps in STEPS
+        for size in CAPTURED
+        for context in (250.0, CONTEXT, 4000.0)
+    ]
+    assert float(np.quantile(added, 0.95)) < 0.015
+    assert max(added) < 0.05
+
+
+def test_a_level_in_doubt_takes_nothing_from_the_slope() -> None:
+    """Records that a level counts for no more still tell the slope, and are counted with it."""
+    model = served(named("h200-sglang"), 5)
+    cells = {tuple(cell[:2]): cell for cell in model.to_prior()["cells"]}  # type: ignore[attr-defined]
+    assert any(cell[2] < 0.5 * cell[8] for cell in cells.values())
+    for (_, size), cell in cells.items():
+        # Contexts are as they came: lognormal, of a deviation of 0.53 of their mean.
+        assert math.sqrt(cell[5]) < 1.2 * cell[4], size
+
+
+def test_a_file_of_version_1_keeps_its_slopes() -> None:
+    """It counted moments as the level's records, which were fewer: both too large, and their ratio right."""
+    model = served(named("h200-sglang"), 5)
+    new = json.loads(json.dumps(model.to_prior()))
+    old = copy.deepcopy(new) | {"version": 1}
+    for cell in old["cells"]:
+        counted = cell.pop() / cell[2]
+        cell[5:7] = cell[5] * counted, cell[6] * counted
+    model, reread = CostModel(SERVER, new), CostModel(SERVER, old)
+    assert reread.note == f"cost prior of {model.cells} cells"
+    for steps in STEPS:
+        for size in (4, 16, 48):
+            for context in (500.0, CONTEXT, 2000.0):
+                assert reread.predict(steps, size, context)[0] == pytest.approx(
+                    model.predict(steps, size, context)[0], rel=0.04
+                )
+
+
 # -- a wrong one --
 
 FACTORS = {
@@ -201,7 +262,7 @@ def test_one_wrong_cell_makes_the_others_doubtful(good: dict[str, Any]) -> None:
     server.noisy(1.5 * surface(3, 32, CONTEXT), 6, steps=3, batch_size=32, mean_context=CONTEXT, outliers=0.0)
     seconds, after = model.predict_all(32, CONTEXT)
     assert seconds[STEPS.index(3)] == pytest.approx(1.5 * surface(3, 32, CONTEXT), rel=0.05)
-    assert after[STEPS.index(1)] > 5.0 * before[STEPS.index(1)]
+    assert after[STEPS.index(1)] > 4.0 * before[STEPS.index(1)]
     agrees = CostModel(SERVER, good)
     Server(agrees, random.Random(3)).run(surface, 3, 32, CONTEXT, 30, outliers=0.0)
     assert agrees.predict_all(32, CONTEXT)[1][STEPS.index(1)] < 1.2 * before[STEPS.index(1)]

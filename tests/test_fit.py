@@ -148,7 +148,7 @@ def test_a_prior_is_what_a_controller_starts_from(tmp_path: Path) -> None:
     assert prior.keys() == {"cost", "acceptance"}
     stored, wrong = read_prior(prior["cost"], server)
     assert stored is not None, wrong
-    assert stored.version == 1
+    assert stored.version == 2
     policy = Goodput(prior)
     plan = policy.decide(server, 0.0)
     assert "as the stored prior says" in plan.reason

@@ -193,8 +193,10 @@ def _endpoint_and_keys(options: argparse.Namespace) -> tuple[str, KeyFiles]:
 
 def _controller(options: argparse.Namespace, console: Console) -> int:  # noqa: ARG001
     from controller.service import Service
+    from controller.web import Page
 
     config = load_config(options.config)
+    page = Page(config.web)
     service = Service(config, file=options.config)
     signal.signal(signal.SIGTERM, lambda *_: service.stop())
     signal.signal(signal.SIGINT, lambda *_: service.stop())
@@ -202,7 +204,8 @@ def _controller(options: argparse.Namespace, console: Console) -> int:  # noqa: 
     logging.getLogger(__name__).info(
         "listening; start servers with SPECPILOT_ENDPOINT=%s in their environment", service.endpoint
     )
-    service.run()
+    with page.served(service.board):
+        service.run()
     return 0
 
 

@@ -34,6 +34,10 @@ class ConfigError(ValueError):
     """A configuration that cannot be used; the text names file, key and remedy."""
 
 
+class CommandError(Exception):
+    """What a command could not do, though it was asked rightly; the text says why and what to do."""
+
+
 class StaticPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="static"):
     """``[policy] name = "static"``: one K for every step."""
 

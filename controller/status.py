@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from controller.config import CommandError
 from controller.switchback import SwitchbackStatus
 from policies.knowledge import Estimate, describe_gain
 from sglang_hooks.connection import (
@@ -40,7 +41,7 @@ NO_KEYS = KeyFiles()
 Reply = TypeVar("Reply", StatusReport, SetReply)
 
 
-class StatusError(RuntimeError):
+class StatusError(CommandError, RuntimeError):
     """No controller answered; the text says where it was looked for and what to do."""
 
 

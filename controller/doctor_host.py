@@ -17,6 +17,7 @@ from controller.config import Config, ConfigError, GoodputPolicy, default_endpoi
 from controller.doctor_report import Area, Check
 from controller.keys import read_authorized
 from controller.status import ControllerStatus, ServerStatus, StatusError, fetch_status
+from controller.web import Page
 from sglang_hooks.connection import (
     EndpointError,
     KeyFiles,
@@ -171,6 +172,7 @@ def check_configuration(file: Path | None) -> tuple[Config | None, list[Check]]:
         config = load_config(file)
         for one in config.all_servers:
             one.policy.build(None)
+        Page(config.web)
     except ConfigError as error:
         return None, [CONFIGURATION.problem(str(error), "correct the file: the controller does not start with it")]
     policy = type(config.policy).__struct_config__.tag
@@ -309,6 +311,8 @@ def judge_controller(status: ControllerStatus) -> Iterator[Check]:
     ):
         if error:
             yield CONTROLLER.problem(error, change)
+    if status.page and not status.page.startswith("http"):
+        yield CONTROLLER.warning(f"the web page {status.page}", "set web.listen to a free port, or to '' for no page")
     for count, what, change in (
         (status.trace_lost, "records were not written to the trace", "see the controller's log for the reason"),
         (status.refused_messages, "messages were refused", "run the same version of specpilot on both ends"),

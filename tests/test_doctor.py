@@ -228,6 +228,7 @@ def test_variables(environment: dict[str, str], outcome: str, text: str) -> None
         ('[policy]\nname = "goodput"\n', "ok", "policy goodput"),
         ("[polizy]\n", "problem", "polizy"),
         ('[policy]\nname = "neural"\nmodel = "/nonexistent.npz"\n', "problem", "/nonexistent.npz"),
+        ('[web]\ntoken_file = "/nonexistent-token"\n', "problem", "/nonexistent-token"),
     ],
 )
 def test_configuration_file(tmp_path: Path, text: str, outcome: str, says: str) -> None:
@@ -376,6 +377,7 @@ def test_what_a_controller_says(steered: tuple[Controller, Agent]) -> None:
         ({"trace_lost": 7}, "warning", "7 records were not written"),
         ({"refused_messages": 7}, "warning", "7 messages were refused"),
         ({"handshakes_failed": 7}, "warning", "7 connections were refused"),
+        ({"page": "is not served: in use"}, "warning", "the web page is not served"),
         ({"servers": []}, "warning", "no server has connected"),
         ({"counters": {"trace_failures": 3}}, "warning", "trace_failures 3"),
     ):

@@ -212,9 +212,11 @@ def check_adaptive(server: Server) -> Iterator[Check]:
             "--speculative-adaptive was given, and SGLang has switched it off",
             "its log names the reason in the line `speculative_adaptive disabled`",
         )
+    elif server.running:
+        yield server.area.problem("--speculative-adaptive was not given: SGLang keeps one K", "add it")
     else:
-        yield server.area.problem(
-            "--speculative-adaptive is not given: SGLang keeps one K, and the plugin refuses the start",
+        yield server.area.warning(
+            "--speculative-adaptive is not given: SGLang would keep one K, and the plugin refuses the start",
             "add it, or start with `specpilot launch`, which does",
         )
     steps, tokens = server.get("speculative_num_steps"), server.get("speculative_num_draft_tokens")

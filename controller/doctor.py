@@ -71,7 +71,7 @@ def examine(request: Request, environment: Mapping[str, str]) -> list[Check]:
         *(check_server(running, settings) if running is not None else ()),
         *check_connected(running, status),
         *check_log(request.log),
-        *check_gpus(settings, running or given, started=running is not None),
+        *check_gpus(settings, running or given, running is not None, environment.get("CUDA_VISIBLE_DEVICES")),
     ]
 
 

@@ -185,7 +185,7 @@ def check_server(server: Server, settings: Settings | None) -> Iterator[Check]:
     reasons = unsteerable(server.options)
     for reason in reasons:
         found, _, change = reason.partition("; ")
-        yield server.area.problem(found, change or "K stays as it is at the start; see docs/launch.md")
+        yield server.area.problem(found, change or "choose one of them")
     if not reasons:
         yield from check_adaptive(server)
         yield from check_candidates(server, settings)
@@ -495,7 +495,9 @@ def check_taken(log: Log) -> Iterator[Check]:
 class Gpu:
     """Memory of one GPU in bytes."""
 
+    index: int
     name: str
+    uuid: str
     total: int
     used: int
 
@@ -512,8 +514,9 @@ def read_gpus() -> list[Gpu]:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         found = []
         for index, handle in enumerate(handles):
-            memory, name = pynvml.nvmlDeviceGetMemoryInfo(handle), pynvml.nvmlDeviceGetName(handle)
-            found.append(Gpu(f"GPU {index} ({name})", int(memory.total), int(memory.used)))
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
+            found.append(Gpu(index, str(name), str(uuid), int(memory.total), int(memory.used)))
         return found
     except pynvml.NVMLError as error:
         raise OSError(str(error)) from error
@@ -521,10 +524,21 @@ def read_gpus() -> list[Gpu]:
         pynvml.nvmlShutdown()
 
 
-def check_gpus(settings: Settings | None, server: Server | None, started: bool) -> Iterator[Check]:
-    """Check the GPUs of this machine against the ring; ``started``: a server holds its memory there already."""
+def visible(gpus: Sequence[Gpu], devices: str | None) -> list[Gpu]:
+    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` names, by index or UUID; all of them if it is not set."""
+    if devices is None:
+        return list(gpus)
+    names = [name.strip() for name in devices.split(",") if name.strip()]
+    return [gpu for gpu in gpus if any(name == str(gpu.index) or gpu.uuid.startswith(name) for name in names)]
+
+
+def check_gpus(settings: Settings | None, server: Server | None, started: bool, devices: str | None) -> Iterator[Check]:
+    """Check this machine's GPUs against the ring; ``started``: a server holds its memory there already.
+
+    ``devices``: ``CUDA_VISIBLE_DEVICES``, None if it is not set.
+    """
     try:
-        gpus = read_gpus()
+        gpus = visible(read_gpus(), devices)
     except ImportError:
         yield MEMORY.not_checked("GPU memory: nvidia-ml-py is not installed here")
         return
@@ -532,7 +546,7 @@ def check_gpus(settings: Settings | None, server: Server | None, started: bool) 
         yield MEMORY.not_checked(f"GPU memory: no NVIDIA driver answers here ({error})")
         return
     if not gpus:
-        yield MEMORY.not_checked("GPU memory: there is no NVIDIA GPU here")
+        yield MEMORY.not_checked("GPU memory: no NVIDIA GPU is visible here")
     ring = settings.skip_ring_mb << 20 if settings is not None and settings.skip == "decode" else 0
     fraction = server.get("mem_fraction_static") if server is not None else None
     for gpu in gpus:
@@ -544,7 +558,7 @@ def judge_gpu(gpu: Gpu, ring: int, fraction: float | None, started: bool) -> Che
 
     SGLang gives weights and KV pool that fraction, before graphs and ring are made of the rest.
     """
-    said = f"{gpu.name}: {gpu.used / 1e9:.1f} of {gpu.total / 1e9:.1f} GB are used"
+    said = f"GPU {gpu.index} ({gpu.name}): {gpu.used / 1e9:.1f} of {gpu.total / 1e9:.1f} GB are used"
     free = gpu.total - gpu.used
     if started:
         if free < LOW_GIGABYTES * 1e9:
@@ -553,9 +567,9 @@ def judge_gpu(gpu: Gpu, ring: int, fraction: float | None, started: bool) -> Che
             )
         return MEMORY.ok(said)
     if free < ring:
-        return MEMORY.problem(
+        return MEMORY.warning(
             f"{said}: less is free than SPECPILOT_SKIP_RING_MB may take ({ring / 1e9:.1f} GB)",
-            "end what uses the GPU, or lower SPECPILOT_SKIP_RING_MB",
+            "if the server is to run there, end what uses that GPU",
         )
     if fraction is not None:
         rest = gpu.total * (1 - fraction)

@@ -103,9 +103,7 @@ def unsteerable(options: Mapping[str, Any]) -> list[str]:
             "--speculative-draft-model-path"
         )
     elif algorithm.upper() not in ADAPTIVE:
-        found.append(
-            f"--speculative-algorithm {algorithm}: K can change at run time with {' and '.join(ADAPTIVE)} only"
-        )
+        found.append(f"--speculative-algorithm {algorithm}: K can change at run time with {', '.join(ADAPTIVE)} only")
     attention_dp = options.get("attn_dp_size")
     if options.get("enable_dp_attention") or (attention_dp is not None and attention_dp > 1):
         found.append("attention data parallelism: SGLang does not adapt with it; use --tp-size and --dp-size alone")

@@ -58,6 +58,7 @@ from controller.doctor_server import (
     read_gpus,
     read_running,
     server_of,
+    visible,
 )
 from controller.endpoint import Endpoint
 from controller.keys import make_keys
@@ -834,25 +835,36 @@ GB = 1_000_000_000
         (1 * GB, GB // 2, None, False, "ok", "1.0 of 80.0 GB are used; the ring may take 0.5 GB"),
         (1 * GB, GB // 2, 0.9, False, "ok", "leaves 8.0 GB"),
         (1 * GB, 9 * GB, 0.9, False, "problem", "leaves 8.0 GB"),
-        (79 * GB, 2 * GB, None, False, "problem", "less is free than SPECPILOT_SKIP_RING_MB"),
+        (79 * GB, 2 * GB, None, False, "warning", "less is free than SPECPILOT_SKIP_RING_MB"),
         (1 * GB, 0, None, False, "ok", "1.0 of 80.0 GB"),
         (70 * GB, GB // 2, 0.9, True, "ok", "70.0 of 80.0 GB are used"),
         (80 * GB, GB // 2, 0.9, True, "warning", "80.0 of 80.0 GB are used"),
     ],
 )
 def test_a_gpu(used: int, ring: int, fraction: float | None, started: bool, outcome: str, text: str) -> None:
-    check = judge_gpu(Gpu("GPU 0 (H200)", 80 * GB, used), ring, fraction, started)
+    check = judge_gpu(Gpu(0, "H200", "GPU-7f", 80 * GB, used), ring, fraction, started)
     assert only([check], text).outcome == outcome
 
 
+@pytest.mark.parametrize(
+    ("devices", "indices"),
+    [(None, [0, 1, 2]), ("0, 2", [0, 2]), ("GPU-b", [1]), ("", []), ("9,x", [])],
+)
+def test_the_gpus_that_are_visible(devices: str | None, indices: list[int]) -> None:
+    gpus = [Gpu(index, "H200", f"GPU-{letter}1", 80 * GB, 0) for index, letter in enumerate("abc")]
+    assert [gpu.index for gpu in visible(gpus, devices)] == indices
+
+
 def test_the_gpus_of_this_machine() -> None:
-    checks = list(check_gpus(Settings(), None, started=False))
+    checks = list(check_gpus(Settings(), None, started=False, devices=None))
     if not Path("/proc/driver/nvidia").exists():
         with pytest.raises(OSError, match="NVML"):
             read_gpus()
         assert only(checks, "no NVIDIA driver answers here").outcome == "not checked"
         return
-    assert [check.found.partition(":")[0] for check in checks] == [gpu.name for gpu in read_gpus()]
+    gpus = read_gpus()
+    assert all(0 <= gpu.used < gpu.total for gpu in gpus)
+    assert [check.found.partition(":")[0] for check in checks] == [f"GPU {gpu.index} ({gpu.name})" for gpu in gpus]
 
 
 # -- the command --

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -338,7 +339,7 @@ def test_keys(tmp_path: Path) -> None:
 @pytest.fixture
 def steered(tmp_path: Path) -> Iterator[tuple[Controller, Agent]]:
     """A controller and a server that it steers."""
-    controller = Controller(tmp_path).start()
+    controller = Controller(tmp_path, trace='[web]\nlisten = "127.0.0.1:0"').start()
     of_server = Settings(endpoint=controller.endpoint, min_table_interval_seconds=0.0)
     agent = Agent(of_server, TablePolicy(of_server, [0, 1, 3], 3))
     agent.start(ServerFacts("s", model="target-8b"))
@@ -423,7 +424,10 @@ def test_a_controller_that_is_not_there_or_does_not_answer(steered: tuple[Contro
 
 def test_a_controller_over_tcp_that_refuses_the_key(tmp_path: Path) -> None:
     made, stranger = make_keys(tmp_path / "keys"), make_keys(tmp_path / "other")
-    endpoint = Endpoint("tcp://127.0.0.1:25757", str(made.controller_pair), str(made.authorized))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    endpoint = Endpoint(f"tcp://127.0.0.1:{port}", str(made.controller_pair), str(made.authorized))
     try:
         keys = KeyFiles(str(stranger.client_pair), str(made.controller_public))
         checks = check_controller(Address(endpoint.endpoint, keys))[1]
@@ -697,11 +701,8 @@ def test_a_server_with_an_api_key() -> None:
         assert only(read_running(server.url, "secret")[1], "answers: m").outcome == "ok"
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
+LEAF = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+JSON = LEAF | st.lists(LEAF, max_size=3) | st.dictionaries(st.text(max_size=5), LEAF, max_size=3)
 NAMES = [*KINDS, "internal_states", "launch_command", "version"]
 
 

@@ -31,8 +31,10 @@ from controller.doctor_server import (
     check_gpus,
     check_log,
     check_server,
+    open_log,
     read_arguments,
     read_running,
+    server_of,
 )
 from controller.status import NO_KEYS, ControllerStatus
 from sglang_hooks.connection import KeyFiles
@@ -58,6 +60,8 @@ def examine(request: Request, environment: Mapping[str, str]) -> list[Check]:
     status, of_controller = check_controller(at)
     given, of_arguments = read_arguments(request.arguments)
     running, of_running = read_running(request.url, environment.get("OPENAI_API_KEY", ""))
+    log, of_log = open_log(request.log)
+    started = running or (server_of(log.arguments) if log is not None and log.arguments else None)
     return [
         *check_versions(environment),
         *of_settings,
@@ -68,10 +72,11 @@ def examine(request: Request, environment: Mapping[str, str]) -> list[Check]:
         *(of_arguments if request.arguments or not request.url else ()),
         *(check_server(given, settings) if given is not None else ()),
         *of_running,
-        *(check_server(running, settings) if running is not None else ()),
+        *(check_server(started, settings) if started is not None else ()),
         *check_connected(running, status),
-        *check_log(request.log),
-        *check_gpus(settings, running or given, running is not None, environment.get("CUDA_VISIBLE_DEVICES")),
+        *of_log,
+        *(check_log(log) if log is not None else ()),
+        *check_gpus(settings, started or given, running is not None, environment.get("CUDA_VISIBLE_DEVICES")),
     ]
 
 

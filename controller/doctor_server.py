@@ -6,6 +6,7 @@ Three sources, each optional: arguments after ``--`` (as they stand, nothing res
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import urllib.error
@@ -30,6 +31,11 @@ URL_SECONDS = 10.0
 MAX_INFO_BYTES = 16 << 20
 DEFAULT_RUNNING_REQUESTS = 48
 """What SGLang takes under speculation if nobody says otherwise (its ``speculative_hook``)."""
+CAPACITY_IS_DEFAULT = (
+    f"--max-running-requests is not given: under speculation SGLang takes {DEFAULT_RUNNING_REQUESTS}, and further "
+    "requests wait"
+)
+GIVE_CAPACITY = "give it, such as --max-running-requests 256 (`specpilot launch` does)"
 DECODE_SKIP_BACKENDS = ("triton", "fa3", "fa4")
 """``--attention-backend`` of the classes that ``sglang_hooks.skip.ATTENTION_BACKENDS`` names."""
 LOW_GIGABYTES = 1.0
@@ -213,7 +219,10 @@ def check_adaptive(server: Server) -> Iterator[Check]:
             "its log names the reason in the line `speculative_adaptive disabled`",
         )
     elif server.running:
-        yield server.area.problem("--speculative-adaptive was not given: SGLang keeps one K", "add it")
+        yield server.area.problem(
+            "--speculative-adaptive is not in force: SGLang keeps one K",
+            "add it; if it was given, the log names the reason in the line `speculative_adaptive disabled`",
+        )
     else:
         yield server.area.warning(
             "--speculative-adaptive is not given: SGLang would keep one K, and the plugin refuses the start",
@@ -329,11 +338,7 @@ def check_capacity(server: Server) -> Iterator[Check]:
     asked = _names(server, "--max-running-requests")
     default = most == DEFAULT_RUNNING_REQUESTS and server.command and not asked if server.running else most is None
     if default:
-        yield server.area.warning(
-            f"--max-running-requests is not given: under speculation SGLang takes {DEFAULT_RUNNING_REQUESTS}, and "
-            "further requests wait",
-            "give it, such as --max-running-requests 256 (`specpilot launch` does)",
-        )
+        yield server.area.warning(CAPACITY_IS_DEFAULT, GIVE_CAPACITY)
     elif most is not None:
         yield server.area.ok(f"--max-running-requests {most}")
     each = most // max(1, server.get("dp_size", 1)) if most is not None else None
@@ -378,6 +383,8 @@ def check_loop(server: Server) -> Iterator[Check]:
 class Log:
     """What a server's log says of its newest start."""
 
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """As SGLang resolved them."""
     states: dict[int, float] = field(default_factory=dict)
     """GB taken by K, beside the K that it starts with."""
     skip_gigabytes: float | None = None
@@ -386,6 +393,7 @@ class Log:
     ring_gigabytes: float = 0.0
     disabled: str = ""
     skip_is_verify: str = ""
+    capacity_is_default: bool = False
     in_place: bool = False
     refused: str = ""
 
@@ -402,45 +410,68 @@ _REFUSED = re.compile(
     r"(?<!\S)specpilot: ((?:this server does not adapt|no GPU memory left|SGLang \S+ is not one|this SGLang is not|"
     r"capturing the decode graphs|SPECPILOT_\w+\S* |a tree of draft tokens|the tree of this server).*)"
 )
-_START = re.compile(r"\bserver_args=")
-"""SGLang's first line."""
+_CAPACITY = re.compile(r"Max running requests is reset to \d+ for speculative decoding")
+_START = re.compile(r"\bserver_args=(\{.*\})\s*$")
+"""Logged when SGLang has resolved its arguments, and has said what it changed in them."""
 
 
 def read_log(file: Path) -> Log:
     """Return what is known of the newest start in ``file``; OSError if it cannot be read."""
-    log = Log()
+    log = said_before = Log()
     with file.open(errors="replace") as lines:
         for line in lines:
-            if _START.search(line):
-                log = Log()
-            elif found := _STATE.search(line):
-                log.states[int(found[1])] = float(found[2])
-            elif found := _SKIP.search(line):
-                took, left, ring = (float(text) for text in found.groups())
-                log.skip_gigabytes = max(took, log.skip_gigabytes or took)
-                log.free_gigabytes = min(left, log.free_gigabytes if log.free_gigabytes is not None else left)
-                log.ring_gigabytes = max(ring, log.ring_gigabytes)
+            if found := _START.search(line):
+                arguments = _literal(found[1])
+                log = Log(arguments, capacity_is_default=said_before.capacity_is_default)
+                if not arguments.get("speculative_adaptive"):
+                    log.disabled = said_before.disabled
+                said_before = Log()
             elif found := _DISABLED.search(line):
-                log.disabled = found[1]
-            elif found := _VERIFY.search(line):
-                log.skip_is_verify = found[1].strip()
-            elif _IN_PLACE.search(line):
-                log.in_place = True
-            elif found := _REFUSED.search(line):
-                log.refused = found[1].strip()
+                log.disabled = said_before.disabled = found[1]
+            elif _CAPACITY.search(line):
+                said_before.capacity_is_default = True
+            else:
+                _read_line(log, line)
     return log
 
 
-def check_log(file: Path | None) -> Iterator[Check]:
-    """Check what SGLang and the plugin said at the start."""
-    if file is None:
-        yield MEMORY.not_checked("what each K takes: only a server's log says it; name one with --log")
-        return
+def _literal(text: str) -> dict[str, Any]:
     try:
-        log = read_log(file)
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return {}  # of a value that SGLang logs in words
+    return value if isinstance(value, dict) else {}
+
+
+def _read_line(log: Log, line: str) -> None:
+    """Take in what a line says of a start that goes on."""
+    if found := _STATE.search(line):
+        log.states[int(found[1])] = float(found[2])
+    elif found := _SKIP.search(line):
+        took, left, ring = (float(text) for text in found.groups())
+        log.skip_gigabytes = max(took, log.skip_gigabytes or took)
+        log.free_gigabytes = min(left, log.free_gigabytes if log.free_gigabytes is not None else left)
+        log.ring_gigabytes = max(ring, log.ring_gigabytes)
+    elif found := _VERIFY.search(line):
+        log.skip_is_verify = found[1].strip()
+    elif _IN_PLACE.search(line):
+        log.in_place = True
+    elif found := _REFUSED.search(line):
+        log.refused = found[1].strip()
+
+
+def open_log(file: Path | None) -> tuple[Log | None, list[Check]]:
+    """Return what a log says, None if there is none."""
+    if file is None:
+        return None, [MEMORY.not_checked("what each K takes: only a server's log says it; name one with --log")]
+    try:
+        return read_log(file), []
     except OSError as error:
-        yield RUNNING.problem(f"{file}: {error.strerror or error}", "correct --log")
-        return
+        return None, [RUNNING.problem(f"{file}: {error.strerror or error}", "correct --log")]
+
+
+def check_log(log: Log) -> Iterator[Check]:
+    """Check what SGLang and the plugin said at the start."""
     if log.refused:
         yield RUNNING.problem(
             f"the plugin ended the start: {log.refused}", "see docs/operations.md, the server refuses"
@@ -458,9 +489,11 @@ def check_log(file: Path | None) -> Iterator[Check]:
         yield RUNNING.ok("the plugin is in place")
     elif not (log.refused or log.disabled):
         yield RUNNING.problem(
-            f"{file} does not say that the plugin is in place",
+            "the log does not say that the plugin is in place",
             "was SPECPILOT_ENDPOINT set, has it started, does it log at level INFO? See docs/operations.md",
         )
+    if log.capacity_is_default:
+        yield RUNNING.warning(CAPACITY_IS_DEFAULT, GIVE_CAPACITY)
     yield from check_taken(log)
 
 

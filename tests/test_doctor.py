@@ -55,8 +55,10 @@ from controller.doctor_server import (
     check_log,
     check_server,
     judge_gpu,
+    open_log,
     read_arguments,
     read_gpus,
+    read_log,
     read_running,
     server_of,
     visible,
@@ -571,14 +573,18 @@ def test_what_is_read_is_what_sglang_has() -> None:
 # -- a running server --
 
 RESOLVED = """
-import json, sys
+import json, logging, sys
+from sglang.srt.entrypoints.engine import _server_args_for_logging
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils.common import build_server_info
 from sglang.srt.utils.msgspec_utils import msgspec_to_builtins
 found = {}
+logging.basicConfig(level="INFO", force=True)
 for name, words in json.loads(sys.argv[1]).items():
+    print("begin", name, file=sys.stderr, flush=True)
     arguments = prepare_server_args(words)
     arguments.resolve_once()
+    logging.info(f"server_args={_server_args_for_logging(arguments)}")  # as its engine does, at this very point
     found[name] = {**build_server_info(arguments, {}), "version": "0.5.23"}
 print(json.dumps(msgspec_to_builtins(found), default=str))
 """
@@ -609,6 +615,9 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     )
     assert ran.returncode == 0, ran.stderr
     found: dict[str, dict[str, Any]] = json.loads(ran.stdout.splitlines()[-1])
+    for part in ran.stderr.split("begin ")[1:]:
+        name, _, log = part.partition("\n")
+        found[name]["log"] = log
     found["elsewhere"]["speculative_adaptive_config"] = "/in/a/container/steps.json"
     return found
 
@@ -660,7 +669,7 @@ def test_an_adaptation_that_sglang_switched_off(resolved: dict[str, dict[str, An
     other["launch_command"] = "--model-path m"
     assert only(running(other), "a tree of drafts (topk 4, 8 tokens)").outcome == "ok"
     other["speculative_eagle_topk"] = 1
-    assert only(running(other), "--speculative-adaptive was not given").outcome == "problem"
+    assert only(running(other), "--speculative-adaptive is not in force").outcome == "problem"
 
 
 def test_a_capacity_that_sglang_lowered(resolved: dict[str, dict[str, Any]]) -> None:
@@ -731,7 +740,7 @@ def test_a_running_server_is_looked_for_at_the_controller(steered: tuple[Control
 
 # -- a server's log --
 
-START = "[2026-11-30 00:13:26] server_args=ServerArgs(model_path='m')\n"
+START = "[2026-11-30 00:13:26] server_args={'model_path': 'm', 'speculative_adaptive': False}\n"
 STATES = (
     "[2026-11-30 00:13:40 TP0] Built adaptive runtime state steps=0: elapsed=3.25s, mem=0.40GB\n"
     "[2026-11-30 00:13:50 TP0] Built adaptive runtime state steps=5: elapsed=9.00s, mem=1.10GB\n"
@@ -754,7 +763,8 @@ def skip_line(memory: SkipMemory) -> str:
 def look(folder: Path, text: str) -> list[Check]:
     file = folder / "server.log"
     file.write_text(text)
-    return list(check_log(file))
+    log, checks = open_log(file)
+    return [*checks, *(check_log(log) if log is not None else ())]
 
 
 def test_a_log_of_a_good_start(tmp_path: Path) -> None:
@@ -802,10 +812,32 @@ def test_what_a_log_says(tmp_path: Path, text: str, outcome: str, says: str) -> 
 
 
 def test_a_log_that_is_missing_or_no_text(tmp_path: Path) -> None:
-    assert only(check_log(None), "name one with --log").outcome == "not checked"
-    assert only(check_log(tmp_path), "Is a directory").outcome == "problem"
-    (tmp_path / "x").write_bytes(os.urandom(100_000))
-    assert only(check_log(tmp_path / "x"), "does not say").outcome == "problem"
+    assert only(open_log(None)[1], "name one with --log").outcome == "not checked"
+    assert only(open_log(tmp_path)[1], "Is a directory").outcome == "problem"
+    (tmp_path / "server.log").write_bytes(os.urandom(100_000))
+    log = read_log(tmp_path / "server.log")
+    assert only(check_log(log), "does not say").outcome == "problem"
+
+
+def test_what_sglang_logs_of_its_arguments(tmp_path: Path, resolved: dict[str, dict[str, Any]]) -> None:
+    """The newest start counts, with what SGLang had said just before its arguments."""
+    file = tmp_path / "server.log"
+    switched_off, plain, default = (resolved[name]["log"] for name in ("two-batch", "plain", "default"))
+    file.write_text(plain + switched_off)
+    log = read_log(file)
+    assert log.disabled.startswith("enable_two_batch_overlap=True")
+    assert log.capacity_is_default
+    assert only(check_log(log), "switched --speculative-adaptive off").outcome == "problem"
+    assert only(check_log(log), "SGLang takes 48").outcome == "warning"
+    file.write_text(switched_off + plain + IN_PLACE)
+    log = read_log(file)
+    assert (log.disabled, log.capacity_is_default) == ("", False)
+    checks = examine(Request(log=file), {})
+    assert only(checks, "--max-running-requests 256").area == "running server"
+    assert only(checks, "--speculative-adaptive is in force").outcome == "ok"
+    file.write_text(switched_off + default)
+    assert read_log(file).disabled == ""
+    assert read_log(file).capacity_is_default
 
 
 def test_the_lines_are_those_of_this_sglang() -> None:
@@ -821,7 +853,7 @@ def test_the_lines_are_those_of_this_sglang() -> None:
     assert "speculative_adaptive disabled: {reason}. " in hook
     assert '"Falling back to static' in hook
     assert "max_running_requests=48" in hook
-    assert "server_args={" in (srt / "entrypoints" / "engine.py").read_text()
+    assert 'logger.info(f"server_args={' in (srt / "entrypoints" / "engine.py").read_text()
     assert "specpilot: in place on rank" in inspect.getsource(plugin)
 
 

@@ -3,7 +3,8 @@
 It looks and changes nothing: no file, folder or socket is made, and no server is asked to do anything.
 
     doctor_host.py     versions, SPECPILOT_ variables, configuration, socket, controller, disk
-    doctor_server.py   SGLang's arguments, a running server, its log, GPU memory
+    doctor_server.py   SGLang's arguments, as given and as a running server has them
+    doctor_start.py    a server's log, GPU memory
 """
 
 from __future__ import annotations
@@ -25,17 +26,8 @@ from controller.doctor_host import (
     check_versions,
 )
 from controller.doctor_report import Check, print_checks, problems
-from controller.doctor_server import (
-    RUNNING,
-    Server,
-    check_gpus,
-    check_log,
-    check_server,
-    open_log,
-    read_arguments,
-    read_running,
-    server_of,
-)
+from controller.doctor_server import RUNNING, Server, check_server, read_arguments, read_running, server_of
+from controller.doctor_start import check_gpus, check_log, open_log
 from controller.status import NO_KEYS, ControllerStatus
 from sglang_hooks.connection import KeyFiles
 

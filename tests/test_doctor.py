@@ -47,22 +47,8 @@ from controller.doctor_host import (
     judge_server,
 )
 from controller.doctor_report import COLOURS, Check, print_checks
-from controller.doctor_server import (
-    DECODE_SKIP_BACKENDS,
-    KINDS,
-    Gpu,
-    check_gpus,
-    check_log,
-    check_server,
-    judge_gpu,
-    open_log,
-    read_arguments,
-    read_gpus,
-    read_log,
-    read_running,
-    server_of,
-    visible,
-)
+from controller.doctor_server import DECODE_SKIP_BACKENDS, KINDS, check_server, read_arguments, read_running, server_of
+from controller.doctor_start import Gpu, check_gpus, check_log, judge_gpu, open_log, read_gpus, read_log, visible
 from controller.endpoint import Endpoint
 from controller.keys import make_keys
 from sglang_hooks import plugin

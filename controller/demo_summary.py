@@ -63,10 +63,11 @@ class Learned:
         """Return why its K is chosen, in a sentence."""
         drafting, none = self.drafting, self.options[0]
         longer, more = drafting.seconds[0] / none.seconds[0], drafting.tokens[0] / none.tokens[0]
+        drafts = f"{drafting.steps} draft{'s' * (drafting.steps > 1)}"
         word = "more" if self.gain > 0 else "fewer"
         return (
-            f"At {self.batch_size} requests a step with {drafting.steps} draft{'s' * (drafting.steps > 1)} takes {longer:.1f} times as long as "
-            f"one without ({1e3 * drafting.seconds[0]:.1f} instead of {1e3 * none.seconds[0]:.1f} ms) and makes "
+            f"At {self.batch_size} requests a step with {drafts} takes {longer:.1f} times as long as one "
+            f"without ({1e3 * drafting.seconds[0]:.1f} instead of {1e3 * none.seconds[0]:.1f} ms) and makes "
             f"{more:.1f} times the tokens: {100 * abs(self.gain):.0f} % {word} a second, so K={self.choice}."
         )
 

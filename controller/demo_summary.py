@@ -65,10 +65,11 @@ class Learned:
         longer, more = drafting.seconds[0] / none.seconds[0], drafting.tokens[0] / none.tokens[0]
         drafts = f"{drafting.steps} draft{'s' * (drafting.steps > 1)}"
         word = "more" if self.gain > 0 else "fewer"
+        predicted = "" if drafting.tried and none.tried else " (predicted in part: not both ran there yet)"
         return (
             f"At {self.batch_size} requests a step with {drafts} takes {longer:.1f} times as long as one "
             f"without ({1e3 * drafting.seconds[0]:.1f} instead of {1e3 * none.seconds[0]:.1f} ms) and makes "
-            f"{more:.1f} times the tokens: {100 * abs(self.gain):.0f} % {word} a second, so K={self.choice}."
+            f"{more:.1f} times the tokens: {100 * abs(self.gain):.0f} % {word} a second{predicted}, so K={self.choice}."
         )
 
 

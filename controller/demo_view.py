@@ -98,7 +98,8 @@ class View:
         grid.add_row("tokens/s", f"[bold]{self.tokens_per_second():,.0f}[/]")
         status = self._status
         if status is not None and status.expected_gain is not None:
-            grid.add_row("learned", describe_gain(status.expected_gain))
+            gain = describe_gain(status.expected_gain).removeprefix("speculation ").removeprefix("is ")
+            grid.add_row("speculation", gain)
         grid.add_row("table", self._table_text())
         if status is not None and status.table is not None:
             grid.add_row("K by batch", _map(status.table))

@@ -33,8 +33,10 @@ from controller.trace import TraceWriter
 from controller.trace_reader import segments
 from controller.web.view import CellView, KView, ServerView
 from controller.workload import Phase
-from sglang_hooks.wire import StepRecord
+from policies.knowledge import Estimate
+from sglang_hooks.wire import DecisionTable, StepRecord
 from tests.messages import hello, record
+from tests.snapshots import status
 from tests.test_service import until
 
 BLOCKER = """
@@ -241,8 +243,8 @@ def test_on_a_terminal_the_page_can_be_looked_at_until_enter(tmp_path: Path, env
 
 def records_of(page: str) -> int:
     with urlopen(f"{page}api/status", timeout=10.0) as answer:
-        status = msgspec.json.decode(answer.read(), type=ControllerStatus)
-    return sum(server.records for server in status.servers)
+        told = msgspec.json.decode(answer.read(), type=ControllerStatus)
+    return sum(server.records for server in told.servers)
 
 
 def start_demo(tmp_path: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
@@ -300,6 +302,17 @@ def test_the_live_view_fits_and_shows_what_is_in_force() -> None:
         assert "not speculating" in text
         assert "batch size  50" in text
         assert "3333333300000000" in text
+    edges = [*range(1, 9), 64]
+    view._status = status(
+        table=DecisionTable(7, 5.0, "goodput", edges, [1024], [3, 3] * 8 + [0, 3] * 2, [[]] * 20),
+        expected_gain=Estimate(0.31, 0.28, 0.34),
+    )
+    console = Console(file=io.StringIO(), width=100, height=40)
+    console.print(view.render(100))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "K by batch   1 3333333300 64+" in text
+    assert "gaining 31 % (28 … 34)" in text
+    assert "goodput, epoch 7" in text
 
 
 def page(cells: Sequence[CellView] = (), batch_sizes: Sequence[int] = ()) -> ServerView:

@@ -21,6 +21,7 @@ from controller.config import (
     ControllerConfig,
     GoodputPolicy,
     PriorConfig,
+    ThresholdPolicy,
     TraceConfig,
     load_config,
 )
@@ -335,7 +336,7 @@ def test_a_policy_that_fails_for_one_server_goes_on_for_the_others(
 ) -> None:
     monkeypatch.setattr("controller.config.ThresholdPolicy.build", lambda self, prior=None: Failing())
     settings = ControllerConfig(endpoint=f"ipc://{tmp_path}/c.ipc", lease_seconds=0.5)
-    service = Service(Config(controller=settings, trace=TraceConfig(directory="")))
+    service = Service(Config(controller=settings, policy=ThresholdPolicy(5), trace=TraceConfig(directory="")))
     good, bad = agents(settings.endpoint, "good"), agents(settings.endpoint, "bad")
     agents(settings.endpoint, "undecidable")
     until(lambda: service.turn() or (in_command(good) and in_command(bad)))
@@ -441,6 +442,7 @@ def test_records_of_a_server_that_nobody_asked_yet_are_kept(tmp_path: Path) -> N
     """After a restart of the controller they arrive before the answer to its question."""
     config = Config(
         controller=ControllerConfig(endpoint=f"ipc://{tmp_path}/c.ipc"),
+        policy=ThresholdPolicy(5),
         trace=TraceConfig(directory=str(tmp_path / "t")),
     )
     service = Service(config)
@@ -481,6 +483,7 @@ def test_a_full_or_broken_trace_never_stops_control(make: Make, agents: Agents) 
     ("text", "says"),
     [
         ('[policy]\nname = "threshold"\nthreshhold = 5', "threshhold"),
+        ('[policy]\nname = "threshold"', "missing required field `threshold`"),
         ('[policy]\nname = "learned"', r"'learned' - at `\$\.policy\.name`"),
         ('[policy]\nname = "static"', "steps"),
         ('[policy]\nname = "threshold"\nthreshold = 3\nband = 3', r"band = 3 must be smaller than threshold = 3"),

@@ -327,7 +327,7 @@ def test_keys(tmp_path: Path) -> None:
 @pytest.fixture
 def steered(tmp_path: Path) -> Iterator[tuple[Controller, Agent]]:
     """A controller and a server that it steers."""
-    controller = Controller(tmp_path, trace='[web]\nlisten = "127.0.0.1:0"').start()
+    controller = Controller(tmp_path).start()
     of_server = Settings(endpoint=controller.endpoint, min_table_interval_seconds=0.0)
     agent = Agent(of_server, TablePolicy(of_server, [0, 1, 3], 3))
     agent.start(ServerFacts("s", model="target-8b"))

@@ -51,6 +51,7 @@ class Controller:
         self.config = folder / "controller.toml"
         self.config.write_text(
             f'[controller]\nendpoint = "{self.endpoint}"\n{controller}\n{policy}\n'
+            '[web]\nlisten = "127.0.0.1:0"\n'  # several controllers run side by side
             f'[trace]\ndirectory = "{folder}/trace"\nflush_seconds = 0.1\n{trace}\n'
         )
         self.process: subprocess.Popen[str] | None = None

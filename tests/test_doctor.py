@@ -214,7 +214,7 @@ def test_variables(environment: dict[str, str], outcome: str, text: str) -> None
 @pytest.mark.parametrize(
     ("text", "outcome", "says"),
     [
-        ("", "ok", "policy threshold, mode control"),
+        ("", "ok", "policy goodput, mode control"),
         ('[policy]\nname = "goodput"\n', "ok", "policy goodput"),
         ("[polizy]\n", "problem", "polizy"),
         ('[policy]\nname = "neural"\nmodel = "/nonexistent.npz"\n', "problem", "/nonexistent.npz"),

@@ -1,0 +1,18 @@
+"""What the harness and the ranks have in common, without SGLang."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+DECISION = struct.Struct("<qqqbb")
+"""One decision of one rank: receiving pass, forward pass, epoch, source, K."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the harness asks all ranks to do: a method ``do_<name>`` of ``RankServer`` and its argument."""
+
+    name: str
+    value: Any = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -134,6 +135,9 @@ def _controller(options: argparse.Namespace, console: Console) -> int:  # noqa: 
     from controller.service import Service
 
     config = load_config(options.config)
+    # libzmq ends a process that cannot accept a connection for want of descriptors; the usual limit is 1024.
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     service = Service(config)
     signal.signal(signal.SIGTERM, lambda *_: service.stop())
     signal.signal(signal.SIGINT, lambda *_: service.stop())

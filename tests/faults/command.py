@@ -8,6 +8,8 @@ from typing import Any
 
 DECISION = struct.Struct("<qqqbb")
 """One decision of one rank: receiving pass, forward pass, epoch, source, K."""
+STATS_BYTES = 8192
+"""Of ``stats.json``, which is padded with spaces and written over in place."""
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,7 @@ class Proxy(threading.Thread):
             "to_hook": deque(maxlen=REMEMBERED),
             "to_controller": deque(maxlen=REMEMBERED),
         }
+        self.connections = 0
         self._stopping = False
 
     # -- faults --
@@ -109,6 +110,11 @@ class Proxy(threading.Thread):
         """Change the next messages, one each."""
         with self._lock:
             self._tampers[direction].extend(changes)
+
+    def waiting(self) -> list[Tamper]:
+        """Return the changes that no message has come for yet."""
+        with self._lock:
+            return [change for changes in self._tampers.values() for change in changes]
 
     def hold(self, direction: Direction) -> None:
         """Read no more: whoever sends finds the socket full in the end."""
@@ -162,6 +168,7 @@ class Proxy(threading.Thread):
             client.close()
             server.close()
             return
+        self.connections += 1
         for source, sink, direction in ((client, server, "to_controller"), (server, client, "to_hook")):
             source.setblocking(False)
             half = _Half(source, sink, direction)  # type: ignore[arg-type]

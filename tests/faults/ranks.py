@@ -55,7 +55,7 @@ from sglang_hooks.settings import Settings
 from sglang_hooks.table_policy import TablePolicy
 from sglang_hooks.wire import DecisionSource
 from tests import sglang_rig as rig
-from tests.faults.command import DECISION, Command
+from tests.faults.command import DECISION, STATS_BYTES, Command
 from tests.rank_process import Group
 
 STATS_SECONDS = 0.02
@@ -154,19 +154,18 @@ class RankServer(SimServer):
         self._group = group
         self.meter = Meter(agent)
         self._scheduler = rig.scheduler_stub(None, overlap=True)
-        self._scheduler._request_dispatcher = TypeBasedDispatcher(
-            [(PolicyUpdate, agent.apply), (Command, self._obey)]
-        )
+        self._scheduler._request_dispatcher = TypeBasedDispatcher([(PolicyUpdate, agent.apply), (Command, self._obey)])
         context = zmq.Context()
         self._skipper = SchedulerRecvSkipper()
         requests, _ = rig.receiver(context, "none")
         if rank == 0:
             requests.recv_from_tokenizer.bind(f"ipc://{spec.folder}/tokenizer")
-        self._receiver = replace(
-            requests, recv_skipper=self._skipper, get_last_batch=self._last_batch
-        )
+        self._receiver = replace(requests, recv_skipper=self._skipper, get_last_batch=self._last_batch)
         self._decisions = (self.folder / f"rank{rank}.decisions").open("wb")
+        # Open from the start: a fault may take all other descriptors.
+        self._stats_file = os.open(self.folder / "stats.json", os.O_WRONLY | os.O_CREAT)
         self._stats_at = 0.0
+        self._prefilling = False
         self._clients = self._open = 0
         self.ending = False
         self.pace_seconds = self.prefill_seconds = 0.0
@@ -269,7 +268,12 @@ class RankServer(SimServer):
             self.write_stats()
 
     def _prefill(self, batch: Any) -> Any:
-        time.sleep(self.prefill_seconds)
+        if self.prefill_seconds:
+            self._prefilling = True
+            if self.rank == 0:
+                self.write_stats()
+            time.sleep(self.prefill_seconds)
+            self._prefilling = False
         return super()._prefill(batch)
 
     def _decode(self, batch: Any) -> Any:
@@ -309,6 +313,8 @@ class RankServer(SimServer):
             "steps": state.steps,
             "counters": state.counters,
             "records_made": recorder._record_seq if recorder is not None else -1,
+            "idle": self._last is None,
+            "prefilling": self._prefilling,
             "queued": self.agent._queue.waiting(),
             "worst_fallback_passes": self.worst_fallback_passes,
             "lease_expiries": self.policy.lease_expiries,
@@ -318,9 +324,7 @@ class RankServer(SimServer):
             "hook_us_median": 1e6 * median(meter.seconds[-4096:]) if meter.seconds else 0.0,
             "at": time.perf_counter(),
         }
-        path = self.folder / "stats.json"
-        path.with_suffix(".new").write_text(json.dumps(stats))
-        path.with_suffix(".new").rename(path)
+        os.pwrite(self._stats_file, json.dumps(stats).ljust(STATS_BYTES).encode(), 0)
 
     def serve(self) -> None:
         self.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -90,15 +91,20 @@ class Server:
         self._ended = False
         self._read = 0
         self.decisions = 0
-        until(lambda: (folder / "stats.json").exists(), "the ranks' start", 120)
+        stats = folder / "stats.json"
+        until(lambda: self.died() or (stats.exists() and stats.stat().st_size), "the ranks' start", 120)
+        assert not (died := self.died()), died
 
     def command(self, name: str, value: Any = None) -> None:
         """Ask all ranks for something, by the way that requests come; see ``ranks.RankServer``."""
         self._tokenizer.send(pickle.dumps(Command(name, value)))
 
     def stats(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / "stats.json").read_text())
-        return found
+        while True:
+            text = (self.folder / "stats.json").read_text()
+            with contextlib.suppress(json.JSONDecodeError):  # read while it is written
+                found: dict[str, Any] = json.loads(text)
+                return found
 
     def died(self) -> list[str]:
         """What ended a rank; nothing may."""
@@ -188,7 +194,8 @@ class Controller:
                 cwd=ROOT,
             )
         if wait:
-            until(self.answers, "the controller's start")
+            until(lambda: self.answers() or self.process.poll() is not None, "the controller's start")  # type: ignore[union-attr]
+            assert self.process.poll() is None, self.log()[-2000:]
         return self
 
     @property
@@ -220,11 +227,6 @@ class Controller:
     def shift(self, clock: str, seconds: float) -> None:
         shifted.shift_other(self.folder / "shift", clock, seconds)
 
-    def limit(self, what: int, value: int) -> None:
-        """Lower one of its limits (``resource.RLIMIT_…``), or with -1 take that back."""
-        _, hard = resource.prlimit(self.pid, what)
-        resource.prlimit(self.pid, what, (hard if value < 0 else value, hard))
-
     def end(self, how: int = signal.SIGTERM) -> int:
         assert self.process is not None
         if self.process.poll() is None:
@@ -233,8 +235,7 @@ class Controller:
         return self.process.wait(PATIENCE)
 
 
-def limit_descriptors(pid: int, spare: int | None) -> None:
-    """Leave a process ``spare`` descriptors more than it has open; None: as many as it may have."""
-    _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    open_now = max((int(name) for name in os.listdir(f"/proc/{pid}/fd")), default=0) + 1
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard if spare is None else open_now + spare, hard))
+def limit(pid: int, what: int, value: int | None) -> None:
+    """Lower a limit (``resource.RLIMIT_…``) of a running process; None: take that back."""
+    _, hard = resource.prlimit(pid, what)
+    resource.prlimit(pid, what, (hard if value is None else value, hard))

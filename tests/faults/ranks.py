@@ -1,6 +1,6 @@
 """Simulated servers for fault tests: tensor-parallel ranks as real processes, with the real hooks in them.
 
-    python -m tests.faults.ranks       then one JSON object a line on standard input, see ``Spec``
+    python -m tests.faults.shifted tests.faults.ranks       then one JSON object a line on standard input, see ``Spec``
 
 The host imports SGLang once and forks the ranks of each server from itself. A rank runs the loop of
 ``controller/simserver.py``; what it receives comes through SGLang's own receiving pass, receive skipper
@@ -29,12 +29,6 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-os.environ["SGLANG_USE_PICKLE_IPC"] = "1"  # how the harness, like a tokenizer, speaks to rank 0
-
-from tests.faults import shifted
-
-shifted.install()
-
 import msgspec
 import torch.distributed as dist
 import zmq
@@ -55,6 +49,7 @@ from sglang_hooks.settings import Settings
 from sglang_hooks.table_policy import TablePolicy
 from sglang_hooks.wire import DecisionSource
 from tests import sglang_rig as rig
+from tests.faults import shifted
 from tests.faults.command import DECISION, STATS_BYTES, Command
 from tests.rank_process import Group
 
@@ -403,10 +398,12 @@ def fork_rank(rank: int, spec: Spec) -> int:
 
 def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # who ended is seen by the harness
-    print("ready", flush=True)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
     for line in sys.stdin:
         spec = msgspec.json.decode(line, type=Spec)
-        print(json.dumps([fork_rank(rank, spec) for rank in range(spec.world)]), flush=True)
+        sys.stdout.write(json.dumps([fork_rank(rank, spec) for rank in range(spec.world)]) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

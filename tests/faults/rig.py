@@ -23,7 +23,12 @@ from tests.faults import shifted
 from tests.faults.command import DECISION, Command
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "SGLANG_USE_PICKLE_IPC": "1",  # so that the harness can speak to rank 0 as a tokenizer does
+}
 LEASE_SECONDS = 0.6
 PATIENCE = 30.0
 """Seconds until a test gives up: generous, since nothing here is measured by them."""
@@ -42,7 +47,7 @@ class Host:
     def __init__(self, folder: Path) -> None:
         self._log = (folder / "host.log").open("w")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.ranks"],
+            [sys.executable, "-m", "tests.faults.shifted", "tests.faults.ranks"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -188,7 +193,15 @@ class Controller:
     def start(self, wait: bool = True) -> Controller:
         with (self.folder / "controller.log").open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.faults.shifted", "controller", "--config", str(self.config)],
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.faults.shifted",
+                    "controller.cli",
+                    "controller",
+                    "--config",
+                    str(self.config),
+                ],
                 stderr=log,
                 env=ENVIRONMENT | {"SHIFT_FILE": str(self.folder / "shift")},
                 cwd=ROOT,

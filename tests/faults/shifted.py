@@ -1,6 +1,6 @@
-"""Clocks that jump: the real command line with ``time.time`` and ``time.monotonic`` shifted from outside.
+"""Clocks that jump: runs a module with ``time.time`` and ``time.monotonic`` shifted, also from outside.
 
-    SHIFT_FILE=FILE python -m tests.faults.shifted controller --config ...
+    SHIFT_FILE=FILE python -m tests.faults.shifted controller.cli controller --config ...
 
 FILE holds two float64, seconds added to either clock, and may be written to at any time.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import runpy
 import struct
 import sys
 import time
@@ -60,7 +61,8 @@ def _jump(memory: bytearray | mmap.mmap, clock: str, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    install()
-    from controller.cli import main
+    from tests.faults import shifted  # the module of this name, not this script: it holds the state
 
-    sys.exit(main(sys.argv[1:]))
+    shifted.install()
+    sys.argv[:] = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

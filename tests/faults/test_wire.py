@@ -98,7 +98,7 @@ def test_a_table_for_another_server_or_a_lie_is_refused(changes: dict[str, objec
     leap = changed.pop("leap", 1)
     scene.proxy.inject("to_hook", encode(table(epoch + leap, **changed)))  # type: ignore[operator]
     scene.proxied.until(
-        lambda s: s["counters"]["tables_refused"] + s["counters"]["messages_refused"] == refused + 1, "a refusal"
+        lambda s: s["counters"]["tables_refused"] + s["counters"]["messages_refused"] > refused, "a refusal"
     )
     scene.recovered()
     assert scene.proxied.stats()["epoch"] == epoch
@@ -108,8 +108,8 @@ def test_a_flood_of_tables(scene: Scene) -> None:
     epoch = scene.proxied.stats()["epoch"]
     for number in range(1, 2000):
         scene.proxy.inject("to_hook", encode(table(epoch + number, steps=number % 2, lease_seconds=0.5)))
+    scene.proxied.until(lambda s: s["epoch"] > epoch + 1000, "the flood's tables")
     scene.recovered()
-    assert scene.proxied.stats()["epoch"] > epoch
 
 
 def test_a_controller_that_does_not_read(scene: Scene) -> None:

@@ -56,6 +56,8 @@ ALIVE_SECONDS = 2.5
 FORGET_SECONDS = 86_400.0
 REPUSH_SECONDS = 2.0
 """A table not in force by then is sent again, then at twice the time, up to a minute."""
+ON_THE_WAY_SECONDS = 0.5
+"""A server that says Hello and does not know a table may be about to get it; after this time it was lost."""
 ASK_SECONDS = 1.0
 STRANGERS = 256
 HELD_MESSAGES = 64
@@ -384,6 +386,8 @@ class Service:
             session.epoch = max(session.epoch, hello.epoch)
             session.plan = None
             self._decide(session, now)
+        elif hello.epoch < session.epoch and session.plan is not None and now - session.pushed_at > ON_THE_WAY_SECONDS:
+            self._push(session, session.plan, now)  # the table was lost, with a connection say
         else:
             session.leased_at = 0.0  # renewed in this very turn: the answer to a repeated Hello
 
@@ -401,10 +405,12 @@ class Service:
 
     def _compare(self, session: Session, state: HookState) -> None:
         """Note what the server reports, and send its table again if it is not in force in time."""
-        session.state = state
+        previous, session.state = session.state, state
         now = self._clock()
         if state.epoch == session.epoch or state.source == DecisionSource.HALTED:
             session.repush_seconds = REPUSH_SECONDS
+        elif session.plan is not None and previous is not None and previous.epoch == session.epoch:
+            self._push(session, session.plan, now)  # it was in force and was given up: we were silent for too long
         elif session.plan is not None and now - session.pushed_at > session.repush_seconds:
             session.repush_seconds = min(2 * session.repush_seconds, 60.0)
             self._push(session, session.plan, now)

@@ -247,7 +247,7 @@ class Link(threading.Thread):
                 break
 
     def _receive(self, socket: zmq.Socket[bytes]) -> bool:
-        """Take the waiting messages; return False if the controller asked who we are, or does not know our epoch."""
+        """Take the waiting messages; return False if the controller must hear who we are, and of which epoch."""
         known = True
         for _ in range(MESSAGES_PER_TURN):
             try:
@@ -291,12 +291,12 @@ class Link(threading.Thread):
         return True
 
     def _take_lease(self, lease: Lease) -> bool:
-        """Return False for one of an old table, as for the table."""
+        """Return False for one of another table: either side has missed one."""
         if lease.epoch in (0, self._refused_epoch):
             return True  # a sign of life, of no table or of one that was refused and counted
         if lease.epoch != self._newest_epoch or not 0.0 < lease.lease_seconds < float("inf"):
             self._count("leases_ignored", f"lease for epoch {lease.epoch}, the newest table is {self._newest_epoch}")
-            return lease.epoch >= self._newest_epoch
+            return lease.epoch == self._newest_epoch
         self._mailbox.lease = (lease.epoch, monotonic() + lease.lease_seconds)
         return True
 

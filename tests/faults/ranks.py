@@ -22,6 +22,7 @@ import signal
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -96,12 +97,15 @@ class Meter:
                 setattr(owner, name, self._measured(getattr(owner, name)))
 
     def restart(self) -> None:
-        self.seconds: list[float] = []
-        self.calls: list[int] = []
+        self.seconds: deque[float] = deque(maxlen=4096)
+        self.calls: deque[int] = deque(maxlen=4096)
         self.called: set[str] = set()
 
     def turn(self) -> None:
-        (self.calls if self._counting else self.seconds).append(self._called if self._counting else self._spent)
+        if self._counting:
+            self.calls.append(self._called)
+        else:
+            self.seconds.append(self._spent)
         self._turn += 1
         self._spent, self._called = 0.0, 0
 
@@ -148,8 +152,14 @@ class RankServer(SimServer):
         self._facts = replace(self._facts, rank=rank, tp_size=spec.world)
         self._group = group
         self.meter = Meter(agent)
-        self._scheduler = rig.scheduler_stub(None, overlap=True)
-        self._scheduler._request_dispatcher = TypeBasedDispatcher([(PolicyUpdate, agent.apply), (Command, self._obey)])
+        # As much of a scheduler as its receiving pass needs; a mock would remember every call for ever.
+        self._scheduler = SimpleNamespace(
+            session_controller=SimpleNamespace(maybe_reap=lambda now: None),
+            flush_wrapper=SimpleNamespace(check_pending=lambda: None),
+            external_corpus_manager=None,
+            _tokenized_requests=lambda request: (),
+            _request_dispatcher=TypeBasedDispatcher([(PolicyUpdate, agent.apply), (Command, self._obey)]),
+        )
         context = zmq.Context()
         self._skipper = SchedulerRecvSkipper()
         requests, _ = rig.receiver(context, "none")
@@ -316,7 +326,7 @@ class RankServer(SimServer):
             "calls_max": max(meter.calls, default=0),
             "calls_turns": len(meter.calls),
             "called": sorted(meter.called),
-            "hook_us_median": 1e6 * median(meter.seconds[-4096:]) if meter.seconds else 0.0,
+            "hook_us_median": 1e6 * median(meter.seconds) if meter.seconds else 0.0,
             "at": time.perf_counter(),
         }
         os.pwrite(self._stats_file, json.dumps(stats).ljust(STATS_BYTES).encode(), 0)

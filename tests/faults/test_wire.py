@@ -69,8 +69,8 @@ def test_replayed_and_reordered_tables(scene: Scene) -> None:
     scene.proxy.inject("to_hook", encode(table(epoch + 2, lease_seconds=0.5)), encode(table(epoch + 1)))
     scene.proxy.inject("to_hook", *[encode(table(old)) for old in (epoch, epoch - 1, 1)])
     scene.proxied.until(lambda s: s["counters"]["tables_refused"] >= refused + 4, "a count of refusals")
+    scene.proxied.until(lambda s: s["epoch"] > epoch + 2, "a newer table")
     scene.recovered()
-    assert scene.proxied.stats()["epoch"] > epoch + 2
     scene.proxy.inject("to_hook", *scene.proxy.seen["to_hook"])
     scene.recovered()
 

@@ -48,6 +48,8 @@ PACE_SECONDS = 0.004
 SEGMENTS = 20
 """Stretches of faults, each followed by a calm one."""
 CALM_SECONDS = 4.0
+HEARD_SECONDS = 0.5
+"""A server that decodes is heard every 20 ms."""
 CALM_RECORDS_SECONDS = 0.5
 """From the last record of a calm spell to the next fault: by then it is in the trace."""
 WAIT_SECONDS = 60.0
@@ -89,7 +91,7 @@ class Soak:
 
     def truncated(self) -> None:
         share = self.draws.random()
-        self.proxy.tamper(self._direction(), lambda body: [body[: int(share * len(body))]])
+        self._tamper(self._direction(), lambda body: [body[: int(share * len(body))]])
 
     def flipped_bit(self) -> None:
         at, bit = self.draws.random(), 1 << self.draws.randrange(8)
@@ -101,10 +103,10 @@ class Soak:
             return [bytes(changed)]
 
         # Not of records: a number that is wrong but possible would be written, and look like a loss.
-        self.proxy.tamper("to_hook", flip)
+        self._tamper("to_hook", flip)
 
     def lost(self) -> None:
-        self.proxy.tamper("to_hook", lambda body: [])
+        self._tamper("to_hook", lambda _: [])
 
     def replayed(self) -> None:
         self._inject("to_hook", *self.proxy.seen["to_hook"])
@@ -167,22 +169,24 @@ class Soak:
         self.server.command("clients", self.draws.choice([4, 12, 20, 20, 64]))
 
     def no_zmtp(self) -> None:
+        connections = self.proxy.connections
         self.proxy.inject_bytes(self._direction(), b"\xff" * 32)
-        self.recover()
+        self.recover(connections)
 
     def oversized(self) -> None:
+        connections = self.proxy.connections
         direction = self._direction()
         self._inject(direction, bytes(1 + (MAX_TABLE_BYTES if direction == "to_hook" else MAX_MESSAGE_BYTES)))
-        self.recover()
+        self.recover(connections)
 
     def cut(self) -> None:
+        connections = self.proxy.connections
         self.proxy.cut()
-        self.recover()
+        self.recover(connections)
 
     def held(self) -> None:
         self.proxy.hold(self._direction())
         time.sleep(self.draws.uniform(0.0, 1.5 * LEASE_SECONDS) * self.draws.random())
-        self.proxy.release()
         self.recover()
 
     def stopped(self) -> None:
@@ -203,11 +207,12 @@ class Soak:
         limit(self.controller.pid, resource.RLIMIT_FSIZE, None)
 
     def server_without_descriptors(self) -> None:
+        connections = self.proxy.connections
         limit(self.server.pids[0], resource.RLIMIT_NOFILE, 3)
         self.proxy.cut()
         time.sleep(0.3 * self.draws.random())
         limit(self.server.pids[0], resource.RLIMIT_NOFILE, None)
-        self.recover()
+        self.recover(connections)
 
     def killed(self) -> None:
         self.controller.end(signal.SIGKILL)
@@ -235,6 +240,10 @@ class Soak:
     def _inject(self, direction: Direction, *bodies: bytes) -> None:
         self.proxy.inject(direction, *bodies)
 
+    def _tamper(self, direction: Direction, change: Callable[[bytes], list[bytes]]) -> None:
+        self.proxy.tamper(direction, change)
+        until(lambda: not self.proxy.waiting(), "a message to tamper with", WAIT_SECONDS)
+
     def _epoch(self) -> int:
         return int(self.server.stats()["epoch"])
 
@@ -251,15 +260,19 @@ class Soak:
         stats = self.server.stats()
         return any(
             s.source == "TABLE"
+            and s.silent_seconds < HEARD_SECONDS
             and s.table is not None
             and s.table.epoch == stats["epoch"]
             and stats["source"] == "TABLE"
             for s in status.servers
         )
 
-    def recover(self) -> None:
+    def recover(self, connections: int = -1) -> None:
+        """Wait until the controller is back in command, over a newer connection than there were before."""
+        self.proxy.release()
         begun = time.perf_counter()
-        until(self.in_command, "the controller's command", WAIT_SECONDS)
+        back = lambda: self.proxy.connections > connections and self.in_command()  # noqa: E731
+        until(back, "the controller's command", WAIT_SECONDS)
         self.recoveries.append((round(time.perf_counter() - begun, 3), self.doing))
 
     def check(self) -> None:
@@ -282,8 +295,10 @@ class Soak:
     def calm(self) -> None:
         for name, value in (("interval", 1), ("prefill", 0.0), ("flood", 0), ("clients", 20), ("pace", PACE_SECONDS)):
             self.server.command(name, value)
-        self.proxy.release()
         self.recover()
+        # What a full disk has cost is counted, but it would look like a loss in the calm.
+        until(lambda: not self.controller.status().trace_error, "the trace's recovery", WAIT_SECONDS)
+        time.sleep(CALM_RECORDS_SECONDS)
 
     def processes(self) -> dict[str, dict[str, float]]:
         """Resident memory and descriptors."""
@@ -309,11 +324,11 @@ def record_batch(**changes: Any) -> Any:
 
 
 FAULTS: dict[str, float] = {
-    "garbage": 12,
-    "garbage_of_this_version": 8,
-    "truncated": 8,
-    "flipped_bit": 8,
-    "lost": 5,
+    "garbage": 16,
+    "garbage_of_this_version": 11,
+    "truncated": 6,
+    "flipped_bit": 4,
+    "lost": 3,
     "replayed": 8,
     "reordered": 5,
     "for_another_server": 5,
@@ -444,9 +459,7 @@ def account(soak: Soak) -> dict[str, int]:
     time.sleep(2.0)
     soak.controller.end()
     seen: list[Any] = []
-    found = trace_info(
-        [soak.controller.trace], lambda name, segment, batch: seen.append(batch["record_seq"].to_numpy())
-    )
+    found = trace_info([soak.controller.trace], lambda *taken: seen.append(taken[2]["record_seq"].to_numpy()))
     info = found["s/0"]
     numbers = np.concatenate(seen)
     in_calm = sum(

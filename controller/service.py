@@ -386,8 +386,9 @@ class Service:
             session.epoch = max(session.epoch, hello.epoch)
             session.plan = None
             self._decide(session, now)
-        elif hello.epoch < session.epoch and session.plan is not None and now - session.pushed_at > ON_THE_WAY_SECONDS:
-            self._push(session, session.plan, now)  # the table was lost, with a connection say
+        elif hello.epoch < session.epoch and session.plan is not None:
+            if now - session.pushed_at > ON_THE_WAY_SECONDS:
+                self._push(session, session.plan, now)  # the table was lost, with a connection say
         else:
             session.leased_at = 0.0  # renewed in this very turn: the answer to a repeated Hello
 

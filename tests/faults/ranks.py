@@ -12,7 +12,6 @@ Each rank appends every decision to ``rank<N>.decisions`` (``DECISION``), and ra
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import json
 import logging
@@ -157,6 +156,7 @@ class RankServer(SimServer):
             session_controller=SimpleNamespace(maybe_reap=lambda now: None),
             flush_wrapper=SimpleNamespace(check_pending=lambda: None),
             external_corpus_manager=None,
+            scheduler_stage_metrics=None,
             _tokenized_requests=lambda request: (),
             _request_dispatcher=TypeBasedDispatcher([(PolicyUpdate, agent.apply), (Command, self._obey)]),
         )
@@ -392,7 +392,7 @@ def fork_rank(rank: int, spec: Spec) -> int:
         return pid
     code = 1
     try:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nothing outlives the host
+        shifted.end_with_parent()
         log = os.open(f"{spec.folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)

@@ -7,9 +7,11 @@ FILE holds two float64, seconds added to either clock, and may be written to at 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import runpy
+import signal
 import struct
 import sys
 import time
@@ -60,9 +62,15 @@ def _jump(memory: bytearray | mmap.mmap, clock: str, seconds: float) -> None:
     _OFFSETS.pack_into(memory, 0, *offsets)
 
 
+def end_with_parent() -> None:
+    """Be killed when the parent ends, however it ends: no test may leave processes behind."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 if __name__ == "__main__":
     from tests.faults import shifted  # the module of this name, not this script: it holds the state
 
+    shifted.end_with_parent()
     shifted.install()
     sys.argv[:] = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -52,7 +52,7 @@ HEARD_SECONDS = 0.5
 """A server that decodes is heard every 20 ms."""
 CALM_RECORDS_SECONDS = 0.5
 """From the last record of a calm spell to the next fault: by then it is in the trace."""
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 30.0
 CONFIGURATIONS = (
     'name = "threshold"\nthreshold = 12\nsteps = 3\nband = 2',
     'name = "threshold"\nthreshold = 40\nsteps = 1\nband = 2',
@@ -170,7 +170,8 @@ class Soak:
 
     def no_zmtp(self) -> None:
         connections = self.proxy.connections
-        self.proxy.inject_bytes(self._direction(), b"\xff" * 32)
+        direction = self._direction()
+        until(lambda: self.proxy.inject_bytes(direction, b"\xff" * 32), "a connection to break", WAIT_SECONDS)
         self.recover(connections)
 
     def oversized(self) -> None:
@@ -238,7 +239,7 @@ class Soak:
         return self.draws.choice(["to_hook", "to_controller"])  # type: ignore[return-value]
 
     def _inject(self, direction: Direction, *bodies: bytes) -> None:
-        self.proxy.inject(direction, *bodies)
+        until(lambda: self.proxy.inject(direction, *bodies), "a connection to inject into", WAIT_SECONDS)
 
     def _tamper(self, direction: Direction, change: Callable[[bytes], list[bytes]]) -> None:
         self.proxy.tamper(direction, change)
@@ -490,7 +491,8 @@ def main() -> int:
             figures = run(soak, options.faults, options.seconds, lambda text: print(text, flush=True))
             figures |= account(soak)
         except AssertionError:
-            print(soak.controller.log()[-3000:])
+            print(soak.doing, soak.controller.log()[-1500:], (Path(folder) / "s" / "rank0.log").read_text()[-2500:])
+            print(soak.server.stats(), soak.proxy.connections, soak.proxy.waiting())
             raise
         finally:
             soak.stop()

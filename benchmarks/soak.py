@@ -491,6 +491,8 @@ def main() -> int:
             figures = run(soak, options.faults, options.seconds, lambda text: print(text, flush=True))
             figures |= account(soak)
         except AssertionError:
+            os.kill(soak.server.pids[0], signal.SIGUSR1)
+            time.sleep(0.5)
             print(soak.doing, soak.controller.log()[-1500:], (Path(folder) / "s" / "rank0.log").read_text()[-2500:])
             print(soak.server.stats(), soak.proxy.connections, soak.proxy.waiting())
             raise

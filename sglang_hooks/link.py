@@ -180,8 +180,12 @@ class Link(threading.Thread):
         with context.socket(zmq.DEALER) as socket:
             self._configure(socket)
             with socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
-                socket.connect(self._endpoint)
-                return self._serve(socket, monitor) or self._stopping.wait(RECONNECT_SECONDS)
+                try:
+                    socket.connect(self._endpoint)
+                    return self._serve(socket, monitor) or self._stopping.wait(RECONNECT_SECONDS)
+                finally:
+                    # Before its reader is closed: ZMQ's own thread would wait for one for ever.
+                    socket.disable_monitor()
 
     def _configure(self, socket: zmq.Socket[bytes]) -> None:
         socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)

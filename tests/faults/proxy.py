@@ -79,6 +79,7 @@ class Proxy(threading.Thread):
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(os.fspath(front))
         self._listener.listen()
+        self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._lock = threading.RLock()
@@ -160,7 +161,11 @@ class Proxy(threading.Thread):
                 time.sleep(0.005)  # what is held, or waits for a slow reader, stays readable
 
     def _accept(self) -> None:
-        client, _ = self._listener.accept()
+        with contextlib.suppress(BlockingIOError):
+            client, _ = self._listener.accept()
+            self._join_ends(client)
+
+    def _join_ends(self, client: socket.socket) -> None:
         server = socket.socket(socket.AF_UNIX)
         try:
             server.connect(os.fspath(self._back))

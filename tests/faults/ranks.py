@@ -12,6 +12,7 @@ Each rank appends every decision to ``rank<N>.decisions`` (``DECISION``), and ra
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import json
 import logging
@@ -396,6 +397,7 @@ def fork_rank(rank: int, spec: Spec) -> int:
         log = os.open(f"{spec.folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        faulthandler.register(signal.SIGUSR1, log)  # for whoever finds a rank that hangs
         logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", force=True)
         serve(rank, spec)
         code = 0

@@ -47,7 +47,7 @@ from tests.messages import record, table
 PACE_SECONDS = 0.004
 SEGMENTS = 20
 """Stretches of faults, each followed by a calm one."""
-CALM_SECONDS = 4.0
+CALM_SECONDS = 3.0
 HEARD_SECONDS = 0.5
 """A server that decodes is heard every 20 ms."""
 CALM_RECORDS_SECONDS = 0.5

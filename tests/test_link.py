@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -338,3 +339,20 @@ def test_a_flood_of_messages_is_read_in_turns(start: Start, tmp_path: Path) -> N
             peer.send_raw(b"\xff")
         wait(lambda: counters["messages_refused"] == flood)
         assert time.monotonic() - begun >= 9 * link_module.DRAIN_SECONDS
+
+
+def test_connections_that_end_at_once_are_tried_anew(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often, and whatever ZMQ still has to say of them when their socket is closed."""
+    monkeypatch.setattr(link_module, "RECONNECT_SECONDS", 0.001)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{tmp_path}/c.ipc")
+        listener.listen()
+        listener.settimeout(10)
+        start()
+        for _ in range(1000):
+            listener.accept()[0].close()
+    (tmp_path / "c.ipc").unlink()
+    with Peer(tmp_path) as peer:
+        peer.hello()

@@ -410,8 +410,8 @@ class Service:
         now = self._clock()
         if state.epoch == session.epoch or state.source == DecisionSource.HALTED:
             session.repush_seconds = REPUSH_SECONDS
-        elif session.plan is not None and previous is not None and previous.epoch == session.epoch:
-            self._push(session, session.plan, now)  # it was in force and was given up: we were silent for too long
+        elif session.plan is not None and previous is not None and previous.epoch and not state.epoch:
+            self._push(session, session.plan, now)  # it gave its table up: we were not heard for too long
         elif session.plan is not None and now - session.pushed_at > session.repush_seconds:
             session.repush_seconds = min(2 * session.repush_seconds, 60.0)
             self._push(session, session.plan, now)

@@ -501,6 +501,9 @@ def test_a_table_that_was_lost_or_given_up_is_sent_again_at_once(tmp_path: Path)
         assert epochs() == [3]
         server.send(encode(state(DecisionSource.FALLBACK, 0)))
         assert epochs() == []  # as it still is, until the new one arrives
+        server.send(encode(state(DecisionSource.STALE, 2)))
+        server.send(encode(state(DecisionSource.FALLBACK, 0)))
+        assert epochs() == [4]  # an older one: ours was too late to be taken
     service.stop()
     service.run()
 

@@ -43,9 +43,11 @@ from sglang.utils import TypeBasedDispatcher
 from controller.simserver import Req, SimServer
 from controller.surface import H200_8B
 from controller.workload import Phase, Workload
+from sglang_hooks import agent as agent_module
 from sglang_hooks import plugin
 from sglang_hooks.agent import Agent
 from sglang_hooks.broadcast import PolicyUpdate
+from sglang_hooks.link import Mailbox
 from sglang_hooks.settings import Settings
 from sglang_hooks.table_policy import TablePolicy
 from sglang_hooks.wire import DecisionSource
@@ -141,6 +143,25 @@ class Meter:
             self.called.add(f"{where}.{called.__name__}")
 
 
+mailbox_deadlines: dict[int, float] = {}
+
+
+class WatchedMailbox(Mailbox):
+    """Remembers until when each table might be in force, though a newer lease came before a pass saw that one."""
+
+    @property
+    def lease(self) -> tuple[int, float]:
+        return self._lease
+
+    @lease.setter
+    def lease(self, lease: tuple[int, float]) -> None:
+        epoch, deadline = lease
+        mailbox_deadlines[epoch] = max(mailbox_deadlines.get(epoch, 0.0), deadline)
+        if len(mailbox_deadlines) > 256:
+            del mailbox_deadlines[next(iter(mailbox_deadlines))]
+        self._lease = lease
+
+
 class RankServer(SimServer):
     """SimServer whose requests and policy updates come through SGLang's receiving pass."""
 
@@ -177,8 +198,6 @@ class RankServer(SimServer):
         self.pace_seconds = self.prefill_seconds = 0.0
         self.flood_records = 0
         self.passes = self.decodes = 0
-        # The lease as an observer beside the hooks sees it.
-        self._deadlines: dict[int, float] = {}
         self._overdue = 0
         self.worst_fallback_passes = 0
         self.expiries = 0
@@ -244,13 +263,8 @@ class RankServer(SimServer):
     def _watch_lease(self, before: float) -> None:
         """Count the receiving passes from a lease's end to the one that ended the table's time in force."""
         policy = self.policy
-        mailbox = self.agent._source._mailbox  # type: ignore[union-attr]
-        epoch, deadline = mailbox.lease
-        self._deadlines[epoch] = max(self._deadlines.get(epoch, 0.0), deadline)
-        if len(self._deadlines) > 64:
-            del self._deadlines[next(iter(self._deadlines))]
         held = policy.table.epoch if policy.table is not None else 0
-        until = self._deadlines.get(held, float("inf"))
+        until = mailbox_deadlines.get(held, float("inf"))
         if policy.source == DecisionSource.STALE:
             until += self.agent.settings.stale_seconds
         in_force = policy.source in (DecisionSource.TABLE, DecisionSource.STALE)
@@ -366,6 +380,7 @@ def serve(rank: int, spec: Spec) -> None:
     rig.publish_config(tp_size=world)
     group = Group(rank, world)
     settings = Settings(endpoint=spec.endpoint, **spec.settings)
+    agent_module.Mailbox = WatchedMailbox  # type: ignore[misc]
     agent = Agent(settings, TablePolicy(settings, [0, 1, 3], 3))
     plugin._installed.agent = agent
     receiver = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"

@@ -177,6 +177,7 @@ class Link(threading.Thread):
 
         A new one each time: after a frame that is too large, or not ZMTP, libzmq would not connect again.
         """
+        self._refused_epoch = 0
         with context.socket(zmq.DEALER) as socket:
             self._configure(socket)
             with socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
@@ -289,7 +290,7 @@ class Link(threading.Thread):
             self._count("tables_refused", f"a table of policy {table.policy!r} was refused: {error}")
             return True
         now = monotonic()
-        self._newest_epoch = table.epoch
+        self._newest_epoch, self._refused_epoch = table.epoch, 0
         self._mailbox.lease = (table.epoch, now + table.lease_seconds)
         self._mailbox.tables.append(Delivery(compiled, now + table.lease_seconds, now))
         return True

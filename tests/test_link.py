@@ -316,6 +316,18 @@ def test_whoever_knows_another_epoch_is_told_ours(start: Start, tmp_path: Path) 
             assert peer.hellos[-1].epoch == 5
 
 
+def test_a_table_that_was_refused_leaves_nothing_to_the_next_of_its_epoch(start: Start, tmp_path: Path) -> None:
+    agent = start()
+    with Peer(tmp_path) as peer:
+        peer.hello()
+        peer.send(table(epoch=1, steps=2))
+        peer.send_table(table(epoch=1, steps=0, lease_seconds=0.3), agent)
+        passes(agent)
+        assert agent._source is not None
+        peer.send(Lease(1, 60.0))
+        wait(lambda: agent._source._mailbox.lease[1] > time.monotonic() + 50.0)  # type: ignore[union-attr]
+
+
 def test_one_lie_does_not_use_up_the_epochs(start: Start, tmp_path: Path) -> None:
     agent = start()
     with Peer(tmp_path) as peer:

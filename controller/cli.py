@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import resource
 import shlex
 import signal
 import sys
@@ -208,6 +209,9 @@ def _controller(options: argparse.Namespace, console: Console) -> int:  # noqa: 
     from controller.web import Page
 
     config = load_config(options.config)
+    # libzmq ends a process that cannot accept a connection for want of descriptors; the usual limit is 1024.
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     page = Page(config.web)
     service = Service(config, file=options.config)
     signal.signal(signal.SIGTERM, lambda *_: service.stop())

@@ -32,7 +32,19 @@ from policies.interface import Grid, Plan, Policy
 from sglang_hooks.agent import Agent, ServerFacts
 from sglang_hooks.settings import Settings
 from sglang_hooks.table_policy import TablePolicy
-from sglang_hooks.wire import MAX_MESSAGE_BYTES, WIRE_VERSION, DecisionSource, Hello, StepBatch, StepRecord, encode
+from sglang_hooks.wire import (
+    MAX_MESSAGE_BYTES,
+    WIRE_VERSION,
+    DecisionSource,
+    DecisionTable,
+    FrameDecoder,
+    Hello,
+    HookState,
+    StepBatch,
+    StepRecord,
+    ToHook,
+    encode,
+)
 from tests.messages import hello, record
 
 THRESHOLD = '[policy]\nname = "threshold"\nthreshold = 5\nsteps = 3\nband = 1\n'
@@ -460,6 +472,49 @@ def test_records_of_a_server_that_nobody_asked_yet_are_kept(tmp_path: Path) -> N
         assert (status.records_lost, status.pending_epoch) == (1, 7)
     service.stop()
     service.run()
+
+
+def test_a_table_that_was_lost_or_given_up_is_sent_again_at_once(tmp_path: Path) -> None:
+    config = Config(
+        controller=ControllerConfig(endpoint=f"ipc://{tmp_path}/c.ipc", decide_seconds=3600.0),
+        trace=TraceConfig(directory=""),
+    )
+    now = 100.0
+    service = Service(config, clock=lambda: now)
+    decoder = FrameDecoder(ToHook)
+
+    def epochs() -> list[int]:
+        for _ in range(3):
+            service.turn()
+        sent = []
+        while server.poll(0):
+            message = decoder.decode(server.recv())
+            sent += [message.epoch] if isinstance(message, DecisionTable) else []
+        return sent
+
+    with zmq.Context() as context, context.socket(zmq.DEALER) as server:
+        server.connect(config.controller.endpoint)
+        server.send(encode(hello(epoch=0)))
+        assert epochs() == [1]
+        server.send(encode(hello(epoch=0)))
+        assert epochs() == []  # it may be on its way
+        now += 0.6
+        server.send(encode(hello(epoch=0)))
+        assert epochs() == [2]
+        server.send(encode(state(DecisionSource.TABLE, 2)))
+        server.send(encode(state(DecisionSource.FALLBACK, 0)))
+        assert epochs() == [3]
+        server.send(encode(state(DecisionSource.FALLBACK, 0)))
+        assert epochs() == []  # as it still is, until the new one arrives
+        server.send(encode(state(DecisionSource.STALE, 2)))
+        server.send(encode(state(DecisionSource.FALLBACK, 0)))
+        assert epochs() == [4]  # an older one: ours was too late to be taken
+    service.stop()
+    service.run()
+
+
+def state(source: DecisionSource, epoch: int) -> HookState:
+    return HookState("i1", source, epoch, epoch, 1, 3, 1, {}, "")
 
 
 def test_a_full_or_broken_trace_never_stops_control(make: Make, agents: Agents) -> None:

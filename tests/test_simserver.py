@@ -92,7 +92,7 @@ def deliver(server: SimServer, table: DecisionTable) -> None:
     """Put a table where the link puts it: the next receiving pass broadcasts it."""
     source = server.agent._source
     assert source is not None
-    source._mailbox.table = Delivery(CompiledTable.compile(table, CANDIDATE_STEPS), float("inf"), 0.0)
+    source._mailbox.tables.append(Delivery(CompiledTable.compile(table, CANDIDATE_STEPS), float("inf"), 0.0))
 
 
 def change_tables(server: SimServer, turn: int) -> None:

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from controller.status import StatusError, fetch_status
 from controller.trace_info import trace_info
-from sglang_hooks.wire import MAX_MESSAGE_BYTES, MAX_TABLE_BYTES, Lease, encode
+from sglang_hooks.wire import MAX_MESSAGE_BYTES, MAX_TABLE_BYTES, WIRE_VERSION, Lease, encode
 from tests.faults.proxy import Direction, Proxy
 from tests.faults.rig import LEASE_SECONDS, Controller, Host, Server, limit, until
 from tests.messages import record, table
@@ -87,7 +87,7 @@ class Soak:
         self._inject(self._direction(), *[self.draws.randbytes(self.draws.randrange(400)) for _ in range(4)])
 
     def garbage_of_this_version(self) -> None:
-        self._inject(self._direction(), b"\x01" + self.draws.randbytes(self.draws.randrange(400)))
+        self._inject(self._direction(), bytes((WIRE_VERSION,)) + self.draws.randbytes(self.draws.randrange(400)))
 
     def truncated(self) -> None:
         share = self.draws.random()
@@ -137,7 +137,7 @@ class Soak:
         self._inject("to_hook", encode(table(self._epoch() + self.draws.randrange(1, 50), 1, lease_seconds=0.2)))
 
     def insane_record(self) -> None:
-        self._inject("to_controller", b"\x01" + encode(record_batch(seconds=float("nan")))[1:])
+        self._inject("to_controller", bytes((WIRE_VERSION,)) + encode(record_batch(seconds=float("nan")))[1:])
 
     def clock(self) -> None:
         seconds = self.draws.choice([-1, 1]) * 10 ** self.draws.uniform(0, 5)

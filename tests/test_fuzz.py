@@ -171,7 +171,7 @@ FRAMES = st.one_of(
 
 @fuzz
 @given(FRAMES)
-@example(b"\x01" + b"\x91" * 100_000)
+@example(bytes((WIRE_VERSION,)) + b"\x91" * 100_000)
 @example(b"\x01\xdd\xff\xff\xff\xff")
 @example(framed(["steps", [[]] * 100_000, 0]))
 @example(framed(["\x1b[2J" * 1000]))

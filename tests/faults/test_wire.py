@@ -6,7 +6,16 @@ import random
 
 import pytest
 
-from sglang_hooks.wire import MAX_MESSAGE_BYTES, MAX_TABLE_BYTES, FrameDecoder, Lease, StepBatch, ToHook, encode
+from sglang_hooks.wire import (
+    MAX_MESSAGE_BYTES,
+    MAX_TABLE_BYTES,
+    WIRE_VERSION,
+    FrameDecoder,
+    Lease,
+    StepBatch,
+    ToHook,
+    encode,
+)
 from tests.faults.conftest import Scene
 from tests.faults.proxy import Direction
 from tests.faults.rig import until
@@ -16,11 +25,11 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(240)]
 
 BODIES = [
     b"",
-    b"\x01",
+    bytes((WIRE_VERSION,)),
     b"\xff",
     random.Random(1).randbytes(300),
-    b"\x02" + encode(Lease(1, 5.0))[1:],
-    b"\x01" + b"\x93" * 5000,
+    bytes((WIRE_VERSION + 1,)) + encode(Lease(1, 5.0))[1:],
+    bytes((WIRE_VERSION,)) + b"\x93" * 5000,
     encode(table())[:-3],
     encode(hello())[:-3],
     encode(Lease(1, 5.0))[:-1],
@@ -65,10 +74,10 @@ def test_a_connection_that_breaks_is_made_anew(kind: str, direction: Direction, 
 def test_replayed_and_reordered_tables(scene: Scene) -> None:
     """They are refused and counted; one that was never sent, but is valid, rules until the controller knows of it."""
     stats = scene.proxied.stats()
-    epoch, refused = stats["epoch"], stats["counters"]["tables_refused"]
+    epoch, replayed = stats["epoch"], stats["counters"]["tables_replayed"]
     scene.proxy.inject("to_hook", encode(table(epoch + 2, lease_seconds=0.5)), encode(table(epoch + 1)))
     scene.proxy.inject("to_hook", *[encode(table(old)) for old in (epoch, epoch - 1, 1)])
-    scene.proxied.until(lambda s: s["counters"]["tables_refused"] >= refused + 4, "a count of refusals")
+    scene.proxied.until(lambda s: s["counters"]["tables_replayed"] >= replayed + 4, "a count of refusals")
     scene.proxied.until(lambda s: s["epoch"] > epoch + 2, "a newer table")
     scene.recovered()
     scene.proxy.inject("to_hook", *scene.proxy.seen["to_hook"])

@@ -198,6 +198,8 @@ class Goodput(Policy):
         self.cost.learn(step)
         self.vetoes.observe(step, applied, self._arms, self._server.kv_tokens, self._now)
         self._spells.step(decided.choice)
+        # What a prior says is in force from the first step on, and doubted from the second.
+        self.urgent |= self._from_prior and not self._recent
         self._recent.append(cell)
         band = bisect_left(CONTEXT_EDGES, mean_context)
         self._context[band] += 0.02 * (mean_context - self._context[band])

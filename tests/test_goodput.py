@@ -212,6 +212,29 @@ def test_a_stored_prior_decides_before_the_first_step() -> None:
     assert Goodput().to_prior() is None
 
 
+def test_a_skip_that_a_stored_prior_began_is_doubted_from_the_second_step_on() -> None:
+    policy = Goodput()
+    policy.decide(SERVER, 0.0)
+    steps(policy, 900, 0.02)
+    again = Goodput(prior=policy.to_prior())
+    plan = again.decide(SERVER, 0.0)
+    cell = plan.grid.cell(8, 300.0)
+    assert plan.choice[cell] == 0
+    again.learn(
+        record(
+            batch_size=8,
+            padded_batch_size=8,
+            context_tokens=2400,
+            steps=0,
+            draft_tokens=1,
+            accepted_drafts=[0] * 8,
+            seconds=SECONDS[0],
+        )
+    )
+    assert again.urgent
+    assert sum(probability for _, probability in again.decide(SERVER, 0.0).explore[cell]) > 0.4
+
+
 def test_a_prior_of_another_server_is_ignored_and_said() -> None:
     policy = Goodput()
     policy.decide(SERVER, 0.0)

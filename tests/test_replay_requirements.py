@@ -34,6 +34,10 @@ def test_the_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "| Figure | Asked | Reached | Met |"
     assert sum(line.startswith("| steps after a change") for line in printed) == 3
+    again = tmp_path / "again.json"
+    assert main(["--only", "--rows", str(out), "--out", str(again)]) == 0
+    assert json.loads(again.read_text()) == rows
+    assert capsys.readouterr().out.splitlines() == printed
 
 
 def test_what_fixed_k_come_into_question() -> None:

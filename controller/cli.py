@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from controller.config import ConfigError, default_endpoint, load_config
+from controller.config import CommandError, ConfigError, default_endpoint, load_config
 from controller.server_arguments import CANDIDATES
 from sglang_hooks.connection import KeyFiles
 
@@ -35,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"specpilot: {error}\n")
         return USAGE
+    except CommandError as error:
+        sys.stderr.write(f"specpilot: {error}\n")
+        return FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -193,8 +196,10 @@ def _endpoint_and_keys(options: argparse.Namespace) -> tuple[str, KeyFiles]:
 
 def _controller(options: argparse.Namespace, console: Console) -> int:  # noqa: ARG001
     from controller.service import Service
+    from controller.web import Page
 
     config = load_config(options.config)
+    page = Page(config.web)
     service = Service(config, file=options.config)
     signal.signal(signal.SIGTERM, lambda *_: service.stop())
     signal.signal(signal.SIGINT, lambda *_: service.stop())
@@ -202,7 +207,8 @@ def _controller(options: argparse.Namespace, console: Console) -> int:  # noqa: 
     logging.getLogger(__name__).info(
         "listening; start servers with SPECPILOT_ENDPOINT=%s in their environment", service.endpoint
     )
-    service.run()
+    with page.served(service.board):
+        service.run()
     return 0
 
 
@@ -222,14 +228,10 @@ def _launch(options: argparse.Namespace, console: Console) -> int:
 def _status(options: argparse.Namespace, console: Console) -> int:
     import msgspec
 
-    from controller.status import StatusError, fetch_status, print_status
+    from controller.status import fetch_status, print_status
 
     endpoint, keys = _endpoint_and_keys(options)
-    try:
-        status = fetch_status(endpoint, keys=keys)
-    except StatusError as error:
-        sys.stderr.write(f"specpilot: {error}\n")
-        return FAILED
+    status = fetch_status(endpoint, keys=keys)
     if options.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(status)).decode() + "\n")
     else:
@@ -239,16 +241,11 @@ def _status(options: argparse.Namespace, console: Console) -> int:
 
 def _set(options: argparse.Namespace, console: Console) -> int:
     from controller.set_command import set_command
-    from controller.status import StatusError
 
     endpoint, keys = _endpoint_and_keys(options)
-    try:
-        return set_command(
-            endpoint, keys, options.values, options.server, options.seconds, options.reset, options.json, console
-        )
-    except StatusError as error:
-        sys.stderr.write(f"specpilot: {error}\n")
-        return FAILED
+    return set_command(
+        endpoint, keys, options.values, options.server, options.seconds, options.reset, options.json, console
+    )
 
 
 def _keygen(options: argparse.Namespace, console: Console) -> int:  # noqa: ARG001
@@ -262,13 +259,8 @@ def _trace_info(options: argparse.Namespace, console: Console) -> int:
     import msgspec
 
     from controller.trace_info import print_trace_info, trace_info
-    from controller.trace_reader import TraceError
 
-    try:
-        info = trace_info(options.paths)
-    except TraceError as error:
-        sys.stderr.write(f"specpilot: {error}\n")
-        return FAILED
+    info = trace_info(options.paths)
     if options.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(info)).decode() + "\n")
     else:
@@ -277,15 +269,10 @@ def _trace_info(options: argparse.Namespace, console: Console) -> int:
 
 
 def _trace_export(options: argparse.Namespace, console: Console) -> int:
-    from controller.trace_export import ExportError, export_trace
+    from controller.trace_export import export_trace
     from controller.trace_info import print_trace_info
-    from controller.trace_reader import TraceError
 
-    try:
-        info = export_trace(options.paths, options.output, options.format, options.force)
-    except (ExportError, TraceError) as error:
-        sys.stderr.write(f"specpilot: {error}\n")
-        return FAILED
+    info = export_trace(options.paths, options.output, options.format, options.force)
     print_trace_info(info, console)
     records = sum(server.records for server in info.values())
     console.print(f"{options.output}: {records:,} records of {len(info)} servers", highlight=False, soft_wrap=True)
@@ -294,7 +281,6 @@ def _trace_export(options: argparse.Namespace, console: Console) -> int:
 
 def _fit(options: argparse.Namespace, console: Console) -> int:
     from controller.fit import Request, fit_command
-    from controller.trace_reader import TraceError
 
     request = Request(
         traces=options.traces,
@@ -304,11 +290,7 @@ def _fit(options: argparse.Namespace, console: Console) -> int:
         json=options.json,
         server=options.server,
     )
-    try:
-        return fit_command(request, console)
-    except TraceError as error:
-        sys.stderr.write(f"specpilot: {error}\n")
-        return FAILED
+    return fit_command(request, console)
 
 
 def _fit_neural(options: argparse.Namespace, console: Console) -> int:

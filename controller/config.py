@@ -6,20 +6,23 @@ key, a wrong type or a value out of range is an error that names the key and the
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import msgspec
 
 from policies.bounds import bounded
-from policies.goodput import Goodput
 from policies.interface import Plan, Policy
 from policies.static import Static
 from policies.threshold import Threshold
 from sglang_hooks.connection import EndpointError, check_endpoint, is_tcp
 from sglang_hooks.settings import max_steps_by_batch
 from sglang_hooks.wire import Hello
+
+if TYPE_CHECKING:
+    from policies.goodput import Goodput
 
 Steps = Annotated[int, msgspec.Meta(ge=0, le=64)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
@@ -29,6 +32,10 @@ PathText = Annotated[str, msgspec.Meta(pattern=r"^[^\0]*$", max_length=4096)]
 
 class ConfigError(ValueError):
     """A configuration that cannot be used; the text names file, key and remedy."""
+
+
+class CommandError(Exception):
+    """What a command could not do, though it was asked rightly; the text says why and what to do."""
 
 
 class StaticPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="static"):
@@ -73,6 +80,8 @@ class GoodputPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
     def build(self, prior: dict[str, Any] | None = None) -> Policy:
         """Return a fresh policy for one server; ``prior`` as it was stored."""
+        from policies.goodput import Goodput  # and with it numpy, which ``specpilot status`` does without
+
         return Goodput(prior, self.time_per_output_token, self.max_steps, self.exploration_floor)
 
     def change(self, policy: Goodput) -> None:
@@ -149,6 +158,48 @@ class SwitchbackConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
+class WebConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[web]``: the page, metrics and JSON over HTTP; switched off with ``listen = ""``."""
+
+    listen: str = "127.0.0.1:7411"
+    """``HOST:PORT``; anything but loopback needs a token."""
+    token_file: str = ""
+    """File with the token that every reader must show; empty: none, which only loopback may have."""
+
+    def __post_init__(self) -> None:
+        if not self.listen:
+            return
+        host, _ = self.address
+        if not self.token_file and not is_loopback(host):
+            raise ValueError(
+                f"web.listen = {self.listen!r} is open to the network and needs a token: write one into a file "
+                "(`openssl rand -hex 32`) and name it in web.token_file, or listen on 127.0.0.1"
+            )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of ``listen``; ValueError if it is not that."""
+        host, _, port = self.listen.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not host or not port.isdecimal() or int(port) > 65_535:
+            raise ValueError(f"web.listen = {self.listen!r}: use HOST:PORT such as 127.0.0.1:7411, or '' for none")
+        return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Does ``host`` mean this machine alone?
+
+    >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "example.org")]
+    [True, True, True, False, False]
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 class BoundsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[bounds]``: what no table goes beyond, whoever decides."""
 
@@ -184,6 +235,7 @@ class Config(ServerConfig, frozen=True, forbid_unknown_fields=True):
     controller: ControllerConfig = ControllerConfig()
     trace: TraceConfig = TraceConfig()
     prior: PriorConfig = PriorConfig()
+    web: WebConfig = WebConfig()
     servers: dict[str, ServerConfig] = {}
     """By name, without the replica's number or with it; each whole, the keys of all servers included."""
 

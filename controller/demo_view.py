@@ -29,6 +29,7 @@ class View:
         self.policy = ""
         self._endpoint = endpoint
         self._status: ServerStatus | None = None
+        self._page = ""
         self._status_at = float("-inf")
 
     @property
@@ -41,7 +42,8 @@ class View:
         if time.monotonic() - self._status_at > STATUS_SECONDS:
             self._status_at = time.monotonic()
             with contextlib.suppress(StatusError):
-                servers = fetch_status(self._endpoint, timeout=1.0).servers
+                status = fetch_status(self._endpoint, timeout=1.0)
+                servers, self._page = status.servers, status.page
                 self._status = servers[0] if servers else None
                 if self._status is not None and self._status.table is not None:
                     self.policy = self._status.table.policy
@@ -94,6 +96,8 @@ class View:
         grid.add_row("table", self._table_text())
         lost = self._status.records_lost if self._status is not None else 0
         dropped = f", [red]{lost:,} lost[/]" if lost else ", none lost"
+        if self._page.startswith("http"):
+            grid.add_row("page", self._page)
         grid.add_row("records", f"{len(self.steps):,} in the trace{dropped}")
         return grid
 

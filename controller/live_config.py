@@ -96,7 +96,7 @@ class LiveConfig:
     def build(self, layers: Layers) -> Config:
         """Return the configuration that ``layers`` make; ConfigError if it is wrong, or needs a restart."""
         config = layers.build(self.source if layers.file is not self.layers.file else "set")
-        for section in ("controller", "trace", "prior"):
+        for section in ("controller", "trace", "prior", "web"):
             old, new = getattr(self.config, section), getattr(config, section)
             for name in old.__struct_fields__:
                 if getattr(old, name) != getattr(new, name):

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from controller.board import Board, Snapshot
 from controller.config import Config, ConfigError, GoodputPolicy, ServerConfig, default_endpoint
 from controller.counters import CONTROLLER_COUNTERS, Once, cause
 from controller.endpoint import Endpoint
@@ -25,7 +26,7 @@ from controller.live_config import Layers, LiveConfig
 from controller.pace import Pace
 from controller.priors import PriorStore
 from controller.session import ALIVE_SECONDS, REPUSH_SECONDS, RIVAL_SECONDS, Session
-from controller.status import ControllerStatus
+from controller.status import ControllerStatus, ServerStatus
 from controller.switchback import Arm, Stored, Switchback, fallback_plan
 from controller.trace import TraceWriter, check_directory
 from policies.cost_prior import fingerprint
@@ -139,6 +140,10 @@ class Service:
         self._stopping = self._reload = False
         self._counters = dict.fromkeys(CONTROLLER_COUNTERS, 0)
         self._once = Once(logger)
+        self.board = Board()
+        self._poller = zmq.Poller()
+        self._poller.register(self._endpoint.socket, zmq.POLLIN)
+        self._poller.register(self.board, zmq.POLLIN)
 
     @property
     def endpoint(self) -> str:
@@ -164,10 +169,11 @@ class Service:
                 if session.trace is not None:
                     session.trace.close()
             self._endpoint.close()
+            self.board.close()
 
     def turn(self) -> None:
         """One round: wait at most POLL_SECONDS for messages, then do what time demands."""
-        if self._endpoint.socket.poll(int(POLL_SECONDS * 1000)):
+        if self._poller.poll(int(POLL_SECONDS * 1000)):
             begun = self._clock()
             for _ in range(MESSAGES_PER_TURN):
                 if self._clock() - begun > TURN_SECONDS:
@@ -178,6 +184,7 @@ class Service:
                     break
                 self._receive(frames)
         self._tend()
+        self.board.answer(self.snapshot)
 
     def _tend(self) -> None:
         """Do what time demands."""
@@ -561,7 +568,15 @@ class Service:
 
     def status(self) -> ControllerStatus:
         """Return the report behind ``specpilot status``."""
+        return self.snapshot().status
+
+    def snapshot(self) -> Snapshot:
+        """Return all that may be told, of every server."""
         now = self._clock()
+        servers = {key: session.snapshot(now) for key, session in self._sessions.items()}
+        return Snapshot(now, self._status(now, [server.status for server in servers.values()]), servers)
+
+    def _status(self, now: float, servers: list[ServerStatus]) -> ControllerStatus:
         traces = [session.trace for session in self._sessions.values() if session.trace is not None]
         return ControllerStatus(
             version=version("specpilot"),
@@ -579,7 +594,8 @@ class Service:
             config_error=self._live.error,
             changes=self._live.changes(now),
             prior_error=self._priors.error if self._priors is not None else "",
-            servers=[session.status(now) for session in self._sessions.values()],
+            servers=servers,
+            page=self.board.page,
             counters={
                 **self._counters,
                 "trace_failures": sum(trace.failures for trace in traces),

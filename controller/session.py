@@ -7,14 +7,17 @@ import secrets
 from collections import Counter, deque
 from collections.abc import Callable
 
+from controller.board import ServerSnapshot
 from controller.config import ServerConfig
 from controller.counters import SERVER_COUNTERS
+from controller.history import History
 from controller.pace import Pace
 from controller.status import ServerStatus
 from controller.switchback import Switchback
 from controller.trace import TraceWriter
 from policies.goodput import Goodput
 from policies.interface import Plan, Policy
+from policies.knowledge import Knowledge
 from sglang_hooks.wire import MASKED, DecisionSource, DecisionTable, Hello, HookState, StepBatch, StepRecord
 
 logger = logging.getLogger(__name__)
@@ -75,6 +78,7 @@ class Session:
         self.records_lost = 0
         self.next_seq: int | None = None
         self.recent: deque[tuple[float, int, int]] = deque(maxlen=RECENT_STEPS)
+        self.history = History()
 
     def learn(self, batch: StepBatch) -> None:
         """Take in a batch of records: count what is missing, log, learn."""
@@ -93,7 +97,9 @@ class Session:
             # A chain's width tells the K that ran; a tree has one width for its one K.
             tree = self.hello is not None and self.hello.topk > 1
             steps = record.steps if tree else record.draft_tokens - 1
-            self.recent.append((record.seconds if back_to_back else 0.0, sum(live) + len(live), steps))
+            seconds, tokens = record.seconds if back_to_back else 0.0, sum(live) + len(live)
+            self.recent.append((seconds, tokens, steps))
+            self.history.add(record, steps, tokens, seconds, now)
         self.records += len(batch.records)
         if self.trace is not None:
             self.trace.append(batch.records)
@@ -128,8 +134,22 @@ class Session:
             "set SPECPILOT_SERVER_ID in the environment of one"
         )
 
-    def status(self, now: float) -> ServerStatus:
-        """Return what an operator may want to know."""
+    def snapshot(self, now: float) -> ServerSnapshot:
+        """Return all that may be told of this server."""
+        knowledge = self._describe()
+        totals, hour = self.history.totals(), self.history.hour()
+        return ServerSnapshot(self._status(now, knowledge), knowledge, totals, hour, self.failed)
+
+    def _describe(self) -> Knowledge | None:
+        if self.failed:
+            return None
+        try:
+            return self.policy.describe()
+        except Exception:
+            self.fail("telling what it knows")
+            return None
+
+    def _status(self, now: float, knowledge: Knowledge | None) -> ServerStatus:
         hello, state = self.hello, self.state
         assert hello is not None
         source = state.source if state is not None else DecisionSource.FALLBACK
@@ -177,4 +197,5 @@ class Session:
                 )
             ),
             switchback=switchback,
+            expected_gain=knowledge.gain() if knowledge is not None else None,
         )

@@ -56,6 +56,10 @@ _TOKENS = [[0] * count for count in range(66)]
 # -- time --
 
 
+CONTEXT_LENGTH = 8192
+"""Of the simulated process, in tokens."""
+
+
 class Clock(Protocol):
     """Where the scheduler's time comes from, in seconds."""
 
@@ -246,12 +250,14 @@ class SimServer:
         on_end: Callable[[Req, float], Arrival | None] | None = None,
         resume_seconds: float = 0.0,
         decode_limit: Callable[[float], int] | None = None,
+        context_length: int = 0,
     ) -> None:
         """``kv_tokens`` 0: no limit. ``agent``: instead of one made from ``settings`` and the steps.
 
         ``on_end`` hears of each request that ends, and when (seconds since the start); what it
         returns arrives then, which closes the loop. ``resume_seconds``: what the first step with
         drafts after one without takes longer, as where the draft model must catch up.
+        ``context_length``: what it says of itself, in tokens; 0: nothing, so that contexts are not told apart.
         ``decode_limit``: at most so many of the running requests are decoded, by seconds since the
         start; the others pause. So a batch size can be made to follow the time, and nothing else.
         """
@@ -301,6 +307,7 @@ class SimServer:
             overlap=overlap,
             gpu="simulated H200",
             sglang_version="simulated",
+            context_length=context_length,
             skip=surface.skip,
         )
         self._started_at = clock.now()
@@ -564,7 +571,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise SettingsError("give --endpoint, or set SPECPILOT_ENDPOINT")
         rng = random.Random(options.seed)  # noqa: S311
         workload = bursty_workload(options.seconds, rng)
-        server = SimServer(settings, workload, H200_8B, rng, WallClock(), overlap=not options.no_overlap)
+        server = SimServer(
+            settings, workload, H200_8B, rng, WallClock(), overlap=not options.no_overlap, context_length=CONTEXT_LENGTH
+        )
     except SettingsError as error:
         sys.stderr.write(f"specpilot: {error}\n")
         return 2

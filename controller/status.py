@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from controller.config import CommandError
 from controller.switchback import SwitchbackStatus
+from policies.knowledge import Estimate, describe_gain
 from sglang_hooks.connection import (
     EndpointError,
     KeyFiles,
@@ -39,7 +41,7 @@ NO_KEYS = KeyFiles()
 Reply = TypeVar("Reply", StatusReport, SetReply)
 
 
-class StatusError(RuntimeError):
+class StatusError(CommandError, RuntimeError):
     """No controller answered; the text says where it was looked for and what to do."""
 
 
@@ -81,6 +83,8 @@ class ServerStatus(msgspec.Struct, frozen=True):
     """What an operator should look at; empty if nothing."""
     switchback: SwitchbackStatus | None = None
     """What the policy gains, measured; None without a switchback."""
+    expected_gain: Estimate | None = None
+    """What the newest 256 steps gained over K=0, as the policy estimates, as a share; None if it cannot tell."""
 
 
 class ControllerStatus(msgspec.Struct, frozen=True):
@@ -108,6 +112,8 @@ class ControllerStatus(msgspec.Struct, frozen=True):
     servers: list[ServerStatus]
     counters: dict[str, int] = {}
     """Of the controller, whatever server they concern, see docs/operations.md."""
+    page: str = ""
+    """Address of the web page, or why there is none; empty if none is asked for."""
 
 
 def read_report(report: bytes) -> ControllerStatus:
@@ -172,18 +178,23 @@ def describe_table(table: DecisionTable) -> str:
     columns = len(table.context_edges) + 1
     for column in range(columns):
         parts = []
-        for row, batch in enumerate(_ranges(table.batch_edges, first=1)):
+        for row, batch in enumerate(range_names(table.batch_edges, first=1)):
             cell = row * columns + column
             text = f"{batch}: K={table.choice[cell]}"
             if table.keep[cell]:
                 text += f" (keeps {', '.join(map(str, table.keep[cell]))})"
             parts.append(text)
-        context = _ranges(table.context_edges, first=0)[column]
+        context = range_names(table.context_edges, first=0)[column]
         lines.append(("" if columns == 1 else f"context {context}: ") + "batch " + " | ".join(parts))
     return "\n".join(lines)
 
 
-def _ranges(edges: Sequence[int], first: int) -> list[str]:
+def range_names(edges: Sequence[int], first: int) -> list[str]:
+    """Return the regions of an axis in words.
+
+    >>> range_names([1, 4], first=1), range_names([], first=0)
+    (['1', '2-4', '5+'], ['any'])
+    """
     names = []
     low = first
     for edge in edges:
@@ -205,7 +216,7 @@ def print_status(status: ControllerStatus, console: Console) -> None:
     """Write the report for a person."""
     status = msgspec.convert(_escaped(msgspec.to_builtins(status, str_keys=True)), ControllerStatus, strict=False)
     console.print(
-        f"[bold]specpilot {status.version}[/] pid {status.pid}, up {_age(status.uptime_seconds)}, "
+        f"[bold]specpilot {status.version}[/] pid {status.pid}, up {describe_time(status.uptime_seconds)}, "
         f"policy [bold]{status.policy}[/], {status.endpoint}"
     )
     trace = f"trace {status.trace_directory}: {status.trace_written:,} records, {status.trace_bytes / 1e6:.1f} MB"
@@ -216,6 +227,8 @@ def print_status(status: ControllerStatus, console: Console) -> None:
         console.print(f"[yellow]set:[/] {escape(change)}")
     for error in filter(None, (status.config_error, status.trace_error, status.prior_error)):
         console.print(f"[red]{error}[/]")
+    if status.page:
+        console.print(f"page {status.page}", highlight=False)
     if status.refused_messages:
         console.print(f"[yellow]{status.refused_messages} messages were refused, see the log[/]")
     if status.handshakes_failed:
@@ -240,12 +253,16 @@ def _print_server(server: ServerStatus, console: Console) -> None:
         confirmed = ranks if server.confirmed_ranks else f"not compared yet on {server.tp_size} ranks"
         grid.add_row("table", describe_table(server.table))
         grid.add_row("from", f"policy {server.table.policy}: {server.reason}")
-        grid.add_row("epoch", f"{server.table.epoch}, {_age(server.table_age_seconds)} old, confirmed by {confirmed}")
+        grid.add_row(
+            "epoch", f"{server.table.epoch}, {describe_time(server.table_age_seconds)} old, confirmed by {confirmed}"
+        )
     if server.pending_epoch:
         grid.add_row("pending", f"epoch {server.pending_epoch} was sent and is not in force yet")
     share = ", ".join(f"K={k} {100 * part:.0f} %" for k, part in server.share_by_steps.items()) or "no steps yet"
     grid.add_row("steps", f"now K={server.steps} of {server.candidate_steps}; {share}")
     grid.add_row("tokens/s", f"{server.tokens_per_second:,.0f}")
+    if server.expected_gain is not None:
+        grid.add_row("expected", describe_gain(server.expected_gain) + " over K=0")
     if server.switchback is not None:
         grid.add_row("gain", server.switchback.text)
     lost = f", [red]{server.records_lost:,} lost[/]" if server.records_lost else ""
@@ -257,26 +274,34 @@ def _print_server(server: ServerStatus, console: Console) -> None:
     console.print(grid)
 
 
+def describe_source(server: ServerStatus) -> str:
+    """Return who decides the server's steps, in words."""
+    return {
+        DecisionSource.TABLE.name: "the table in force",
+        DecisionSource.STALE.name: "the last table, its lease has run out",
+        DecisionSource.FALLBACK.name: "the server's own fallback",
+        DecisionSource.HALTED.name: "nothing: switching was halted",
+    }[server.source]
+
+
 def _not_zero(counters: dict[str, int]) -> str:
     """Return the counters that tell of something, without the one that counts what is usual."""
     return ", ".join(f"{name} {n:,}" for name, n in counters.items() if n and name != "tables_received")
 
 
 def _who(server: ServerStatus) -> str:
-    text = {
-        DecisionSource.TABLE.name: "the table below",
-        DecisionSource.STALE.name: "the last table, its lease has run out",
-        DecisionSource.FALLBACK.name: "the server's own fallback",
-        DecisionSource.HALTED.name: "[red]nothing: switching was halted[/]",
-    }[server.source]
+    text = describe_source(server)
+    if server.source == DecisionSource.HALTED.name:
+        text = f"[red]{text}[/]"
     if server.mode == "shadow":
         text += " (shadow: recorded, not applied)"
     if server.silent_seconds > 3:
-        text += f" — [yellow]silent for {_age(server.silent_seconds)}[/]"
+        text += f" — [yellow]silent for {describe_time(server.silent_seconds)}[/]"
     return text
 
 
-def _age(seconds: float) -> str:
+def describe_time(seconds: float) -> str:
+    """Return a time span in seconds, minutes or hours."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -26,9 +26,9 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, stdev
 
 import msgspec
-import numpy as np
 
 from controller.config import SwitchbackConfig
 from policies.interface import Grid, Plan
@@ -346,8 +346,8 @@ def measure(log_ratios: Sequence[float]) -> Measured:
     [10.5, 7.9, 13.2]
     """
     count = len(log_ratios)
-    mean = float(np.mean(log_ratios))
-    half = float(np.std(log_ratios, ddof=1)) / math.sqrt(count) * multiplier(count)
+    mean = fmean(log_ratios)
+    half = stdev(log_ratios) / math.sqrt(count) * multiplier(count)
     return Measured(math.expm1(mean), math.expm1(mean - half), math.expm1(mean + half))
 
 

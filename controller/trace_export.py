@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 
+from controller.config import CommandError
 from controller.trace import SCHEMA
 from controller.trace_info import ServerTrace, trace_info
 from controller.trace_reader import Segment, segments
@@ -41,7 +42,7 @@ EXPORTED = pa.schema(
 )
 
 
-class ExportError(ValueError):
+class ExportError(CommandError, ValueError):
     """An export that cannot be made; the text says why and what to do."""
 
 

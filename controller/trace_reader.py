@@ -15,13 +15,14 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
+from controller.config import CommandError
 from controller.trace import FORMAT_VERSION, SCHEMA, Configuration, segments_in
 from sglang_hooks.wire import Hello
 
 _MESSAGE_MARK = b"\xff\xff\xff\xff"
 
 
-class TraceError(ValueError):
+class TraceError(CommandError, ValueError):
     """A path that holds no trace this version can read; the text says which and why."""
 
 

@@ -28,6 +28,7 @@ from msgspec import Meta
 
 from policies.applied import AppliedSteps
 from policies.interface import Grid
+from policies.knowledge import Estimate, Position
 from sglang_hooks.wire import MASKED, StepRecord
 
 BANDS = Grid((4, 32), (1024, 4096, 16384))
@@ -373,6 +374,11 @@ class AcceptanceModel:
     def hazard(self, batch_size: int, mean_context: float) -> FloatArray:
         """Return h_1..h_max_steps, shape (max_steps,)."""
         return np.array([mean for mean, _, _ in self._hazards(batch_size, mean_context)])
+
+    def positions(self) -> tuple[Position, ...]:
+        """Return acceptance by position, of all batch sizes and contexts together."""
+        known = zip(self._pool.posterior(), self._pool.trials, strict=True)
+        return tuple(Position(Estimate.share(mean, of_mean), trials) for (mean, of_mean, _), trials in known)
 
     def lengths(
         self, batch_size: int, mean_context: float, level: float = 0.95

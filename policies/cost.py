@@ -218,6 +218,11 @@ class CostModel:
         """
         return self._predict(self._candidates, batch_size, mean_context)
 
+    def tried(self, steps: int, batch_size: int) -> bool:
+        """Did steps of this K run at this batch size, here or for a stored prior?"""
+        cell = self._cells.get((steps, self.size(batch_size)))
+        return cell is not None and cell.n > 0.0
+
     def switch_seconds(self, from_steps: int, to_steps: int) -> tuple[float, float]:
         """Return what the first step after this switch takes longer, and the standard error, in seconds."""
         if from_steps == to_steps:

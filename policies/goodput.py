@@ -22,6 +22,7 @@ from policies.applied import AppliedSteps
 from policies.cost import CostModel
 from policies.exploration import BLOCK_STEPS, LEAST_LOSS, PROBE_STEPS, Budget, alternatives, floored, probe
 from policies.interface import Grid, Plan, Policy
+from policies.knowledge import Knowledge, Outlook
 from policies.recovery import FOLLOW_PROBABILITY, Watch
 from policies.switching import Spells, may_lose
 from policies.vetoes import Vetoes
@@ -75,6 +76,8 @@ class _Cell:
     """Arms within the objective."""
     winning: float = 0.0
     """While it skips: acceptance per draft at which speculating would win clearly; 0: none would."""
+    outlook: Outlook | None = None
+    """The same for people."""
 
 
 class Goodput(Policy):
@@ -106,7 +109,8 @@ class Goodput(Policy):
         self._server: Hello | None = None
         self._grid = Grid()
         self._cells: list[_Cell] = []
-        self._recent: list[int] = []
+        self._recent: list[tuple[int, int]] = []
+        """Cell and applied K of the newest steps."""
         self._now = 0.0
 
     def configure(self, time_per_output_token: float | None, max_steps: int | None, exploration_floor: float) -> None:
@@ -129,6 +133,7 @@ class Goodput(Policy):
         self._spells = Spells()
         self._watch = Watch(max(self._arms[-1], 1))
         self._recent = []
+        self._explored_steps, self._explored_seconds = 0, 0.0
         self._all_anew = False
         self._turn = 0
         self._held = server.fallback_steps
@@ -200,10 +205,10 @@ class Goodput(Policy):
         self._spells.step(decided.choice)
         # What a prior says is in force from the first step on, and doubted from the second.
         self.urgent |= self._from_prior and not self._recent
-        self._recent.append(cell)
+        self._recent.append((cell, applied))
         band = bisect_left(CONTEXT_EDGES, mean_context)
         self._context[band] += 0.02 * (mean_context - self._context[band])
-        self._budget.spend(self._loss(decided, applied) if step.block >= 0 else 0.0)
+        self._budget.spend(self._explored(decided, applied) if step.block >= 0 else 0.0)
         if self.acceptance.changes != self._changes:
             self._changes = self.acceptance.changes
             self._budget.reopen()
@@ -227,14 +232,17 @@ class Goodput(Policy):
         elif self._watch.following != following:
             self.urgent = True
 
-    def _loss(self, decided: _Cell, steps: int) -> float:
-        """Steps' worth of time lost by running ``steps`` for one step where the choice was another."""
+    def _explored(self, decided: _Cell, steps: int) -> float:
+        """Return what the budget pays, in steps, for one step of ``steps`` where the choice may be another."""
         if not decided.scores or steps == decided.choice or steps not in self._arms:
             return 0.0
-        arm = self._arms.index(steps)
+        choice = self._arms.index(decided.choice)
+        loss = losses(decided, choice, BLOCK_STEPS)[self._arms.index(steps)]
+        self._explored_steps += 1
+        self._explored_seconds += loss * decided.seconds[choice]
         # What a floor draws has a bound of its own on what it loses, and is not to use up what learning may.
         least = 0.0 if self._floor else LEAST_LOSS
-        return max(losses(decided, self._arms.index(decided.choice), BLOCK_STEPS)[arm], least)
+        return max(loss, least)
 
     # -- deciding --
 
@@ -244,8 +252,8 @@ class Goodput(Policy):
             self._begin(server)
         self._now = now
         self.urgent = False
-        visits = Counter(self._recent[-RECENT_STEPS:])
         self._recent = self._recent[-RECENT_STEPS:]
+        visits = Counter(cell for cell, _ in self._recent)
         anew = [index for index, cell in enumerate(self._cells) if cell.scores] if self._all_anew else []
         for cell in {*visits, *self._next_in_turn(), *anew}:
             self._decide_cell(cell)
@@ -324,6 +332,38 @@ class Goodput(Policy):
         cell.seconds, cell.prices = tuple(seconds.tolist()), tuple(prices)
         cell.allowed = tuple(allowed.tolist())
         cell.winning = 0.0
+        of_none = np.maximum(variances + variances[0] - 2.0 * covariance[0], 0.0)
+        cell.outlook = Outlook(
+            steps=tuple(self._arms),
+            batch_size=batch,
+            mean_context=context,
+            choice=cell.choice,
+            keep=tuple(sorted(cell.keep)),
+            lengths=tuple(length.tolist()),
+            length_errors=tuple(np.sqrt(of_lengths.diagonal()[self._arms]).tolist()),
+            seconds=cell.seconds,
+            second_errors=tuple(np.sqrt(of_seconds.diagonal()).tolist()),
+            choice_errors=cell.errors,
+            none_errors=tuple(np.sqrt(of_none).tolist()) if self._arms[0] == 0 else (),
+            tried=tuple(self.cost.tried(k, batch) for k in self._arms),
+            allowed=cell.allowed,
+        )
+
+    def describe(self) -> Knowledge | None:
+        """Return what was known at the last decision; None before any server."""
+        if self._server is None:
+            return None
+        return Knowledge(
+            steps=tuple(self._arms),
+            batch_edges=self._grid.batch_edges,
+            context_edges=self._grid.context_edges,
+            cells=tuple(cell.outlook for cell in self._cells),
+            recent=Counter(self._recent[-RECENT_STEPS:]),
+            positions=self.acceptance.positions() if self._arms[-1] else (),
+            drafter_broken=self.acceptance.drafter_broken,
+            explored_steps=self._explored_steps,
+            explored_seconds=self._explored_seconds,
+        )
 
     def _price(self, steps: int, choice: int) -> float:
         """Seconds that switching between the two, there and back, costs beyond their steps."""

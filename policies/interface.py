@@ -11,6 +11,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Any
 
+from policies.knowledge import Knowledge
 from sglang_hooks.wire import DecisionTable, Hello, StepRecord
 
 
@@ -100,6 +101,13 @@ class Policy(ABC):
 
         Raises PolicyError if this policy cannot serve such a server.
         """
+
+    def describe(self) -> Knowledge | None:
+        """Return what the decisions rest on, as of the last one; None from a policy that estimates nothing.
+
+        For people, a few times a second at most; it computes nothing that deciding does not.
+        """
+        return None
 
     def to_prior(self) -> dict[str, Any] | None:
         """Return what was learned, fit for JSON, to begin with the next time; None if nothing."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 _STUDENT_975 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
 """97.5th percentiles by degrees of freedom from 1 on (any table of the distribution)."""
-_INVERSE = 1.0 / np.arange(len(_STUDENT_975), 0.0, -1.0)
 
 
 def student_975(freedom: float) -> float:
@@ -19,6 +16,9 @@ def student_975(freedom: float) -> float:
     [12.706, 2.262, 2.244, 2.0, 1.96]
     """
     if freedom <= len(_STUDENT_975):
-        return float(np.interp(1.0 / freedom, _INVERSE, _STUDENT_975[::-1]))
+        # Linear in the inverse between whole numbers.
+        below = min(int(freedom), len(_STUDENT_975) - 1)
+        least, most = _STUDENT_975[below], _STUDENT_975[below - 1]
+        return least + (most - least) * (below * (below + 1.0) / freedom - below)
     # The first term of Fisher and Cornish's expansion (1960) around the normal's 1.96: (z^3 + z) / 4n.
     return 1.96 + 2.37 / freedom

@@ -15,43 +15,49 @@ import time
 from pathlib import Path
 from typing import Any
 
-LOG = Path(os.environ["FAKE_SERVER_LOG"])
-READY_SECONDS = float(os.environ.get("FAKE_SERVER_READY_SECONDS", "1"))
-EXIT_CODE = int(os.environ.get("FAKE_SERVER_EXIT_CODE", "0"))
-ENDS_AT_ONCE = "FAKE_SERVER_ENDS" in os.environ
-stop = threading.Event()
+
+class Server:
+    """What the environment says of it, and its answers."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.log = Path(os.environ["FAKE_SERVER_LOG"])
+        self.begun = time.monotonic()
+        self.stop = threading.Event()
+        self.note(arguments=arguments, endpoint=os.environ["SPECPILOT_ENDPOINT"])
+        self.port = int(arguments[arguments.index("--port") + 1])
+
+    def note(self, **what: Any) -> None:
+        with self.log.open("a") as file:
+            file.write(json.dumps(what) + "\n")
+
+    def signalled(self, number: int, frame: object) -> None:
+        self.note(signal=signal.Signals(number).name)
+        if number != signal.SIGUSR1:
+            self.stop.set()
+
+    def run(self) -> None:
+        ready_seconds = float(os.environ.get("FAKE_SERVER_READY_SECONDS", "1"))
+        begun = self.begun
+
+        class Health(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200 if time.monotonic() - begun > ready_seconds else 503)
+                self.end_headers()
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self.signalled)
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", self.port), Health)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        self.note(up=True)
+        self.stop.wait()
+        server.shutdown()
 
 
-def note(**what: Any) -> None:
-    with LOG.open("a") as file:
-        file.write(json.dumps(what) + "\n")
-
-
-class Health(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200 if time.monotonic() - begun > READY_SECONDS else 503)
-        self.end_headers()
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
-def signalled(number: int, frame: object) -> None:
-    note(signal=signal.Signals(number).name)
-    if number != signal.SIGUSR1:
-        stop.set()
-
-
-begun = time.monotonic()
-note(arguments=sys.argv[1:], endpoint=os.environ["SPECPILOT_ENDPOINT"])
-if ENDS_AT_ONCE:
-    sys.exit(EXIT_CODE)
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-    signal.signal(number, signalled)
-port = int(sys.argv[sys.argv.index("--port") + 1])
-server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Health)
-threading.Thread(target=server.serve_forever, daemon=True).start()
-note(up=True)
-stop.wait()
-server.shutdown()
-sys.exit(EXIT_CODE)
+if __name__ == "__main__":
+    started = Server(sys.argv[1:])
+    if "FAKE_SERVER_ENDS" not in os.environ:
+        started.run()
+    sys.exit(int(os.environ.get("FAKE_SERVER_EXIT_CODE", "0")))

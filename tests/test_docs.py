@@ -21,6 +21,7 @@ from controller.counters import CONTROLLER_COUNTERS, SERVER_COUNTERS
 from controller.status import ControllerStatus, ServerStatus, print_status
 from controller.switchback import SwitchbackStatus
 from controller.trace import SCHEMA
+from policies.knowledge import Estimate
 from sglang_hooks.agent import Agent, ServerFacts
 from sglang_hooks.counters import COUNTERS
 from sglang_hooks.settings import OPTIONS, Settings
@@ -149,7 +150,7 @@ def test_status_lines_and_fields() -> None:
         silent_seconds=0.0, source="TABLE", steps=1, table=table(), reason="r", table_age_seconds=1.0,
         pending_epoch=2, confirmed_ranks=0, tp_size=2, records=1, records_lost=1, tokens_per_second=1.0,
         share_by_steps={"1": 1.0}, counters={"hook_failures": 1}, note="n",
-        switchback=SwitchbackStatus("policy", 1, None, 0, 5, 0, 0.0),
+        switchback=SwitchbackStatus("policy", 1, None, 0, 5, 0, 0.0), expected_gain=Estimate(0.1, 0.05, 0.2),
     )  # fmt: skip
     controller = ControllerStatus(
         version="1", pid=1, endpoint="e", policy="p", uptime_seconds=1.0, trace_directory="d", trace_written=1,
@@ -236,3 +237,21 @@ def test_figures_of_the_fit() -> None:
     ]
     assert f"mean batch of {measured['mean_batch']}\n" in text
     assert f"{starts['fitted']['runs']} runs on five" in text
+
+
+def test_figures_of_the_web_page() -> None:
+    measured = json.loads((ROOT / "benchmarks/web_load.json").read_text())
+    quiet, again, browser, ten = (
+        f"{100 * measured[f'share_{of}']:.1f} %" for of in ("nobody", "nobody_again", "browser", "ten_readers")
+    )
+    scrape, status = measured["scrape_ms"], measured["status_ms"]
+    documented = [row[1] for row in rows(section("measurements.md", "The web page"))]
+    assert documented == [
+        f"{quiet} and {again} of a core",
+        f"{browser} of a core",
+        f"{ten} of a core",
+        f"{scrape['median']} / {scrape['most']} ms",
+        f"{status['median']} / {status['most']} ms",
+    ]
+    assert f"at {measured['updates_per_second']} updates" in section("measurements.md", "The web page")
+    assert measured["date"] in section("measurements.md", "The web page")

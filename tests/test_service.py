@@ -562,3 +562,9 @@ def test_policies_are_asked_only_so_often_and_tables_sent_only_when_they_differ(
     time.sleep(1.0)
     passes(agent)
     assert agent.state().counters["tables_received"] == 1
+
+
+def test_status_starts_without_what_only_policies_need() -> None:
+    """An operator waits for it: numpy alone would take as long as all the rest."""
+    code = "import sys, controller.cli, controller.status; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

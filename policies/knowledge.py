@@ -1,0 +1,238 @@
+"""What a policy knows of one server, read out: the estimates that its choices rest on, and how sure they are.
+
+    Knowledge ─ acceptance by position
+              └ Outlook, one a cell ─ Option, one a K: tokens / seconds = tokens per second
+
+``Policy.describe`` hands out what was computed to decide; intervals and sentences are made here, by whoever
+asks. Status, metrics and the web page all read this and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+Z = 1.96
+"""Intervals are of 95 %."""
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A value and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def relative(cls, value: float, error: float) -> Estimate:
+        """Return a positive estimate by its relative standard error, that of its log.
+
+        >>> Estimate.relative(2.0, 0.0)
+        Estimate(value=2.0, low=2.0, high=2.0)
+        """
+        stretch = math.exp(min(Z * error, 50.0))
+        return cls(value, value / stretch, value * stretch)
+
+    @classmethod
+    def share(cls, value: float, variance: float) -> Estimate:
+        """Return an estimate between 0 and 1 by its variance; the interval is that of its log-odds.
+
+        >>> found = Estimate.share(0.5, 0.01)
+        >>> found.value, round(found.low, 3), round(found.high, 3)
+        (0.5, 0.313, 0.687)
+        """
+        if not 0.0 < value < 1.0:
+            return cls(value, value, value)
+        odds = value / (1.0 - value)
+        stretch = math.exp(min(Z * math.sqrt(variance) / (value * (1.0 - value)), 50.0))
+        return cls(value, odds / (odds + stretch), odds * stretch / (odds * stretch + 1.0))
+
+
+class Option(msgspec.Struct, frozen=True):
+    """One K in one cell: ``tokens_per_second`` is ``batch_size * tokens / seconds``."""
+
+    steps: int
+    tokens: Estimate
+    """Per request and step, bonus token included."""
+    seconds: Estimate
+    """Of a step."""
+    tokens_per_second: float
+    """Of the whole batch."""
+    against_choice: Estimate
+    """Its tokens per second over those of the choice, minus 1: -0.1 is a tenth less."""
+    tried: bool
+    """Steps of this K ran at this batch size; else it is predicted from others."""
+    allowed: bool
+    """Within ``policy.time_per_output_token``."""
+
+
+class Outlook(msgspec.Struct, frozen=True):
+    """One cell as it was last decided. Tuples are by K, in the order of ``Knowledge.steps``."""
+
+    steps: tuple[int, ...]
+    batch_size: int
+    mean_context: float
+    """Tokens per request that stand for the cell."""
+    choice: int
+    keep: tuple[int, ...]
+    lengths: tuple[float, ...]
+    length_errors: tuple[float, ...]
+    """Relative standard errors."""
+    seconds: tuple[float, ...]
+    second_errors: tuple[float, ...]
+    choice_errors: tuple[float, ...]
+    """Relative standard errors of the ratio of tokens per second to the choice's."""
+    none_errors: tuple[float, ...]
+    """The same to K=0's; empty where K=0 is no candidate."""
+    tried: tuple[bool, ...]
+    allowed: tuple[bool, ...]
+
+    def tokens_per_second(self, arm: int) -> float:
+        """Return the batch's tokens per second with the K of that index."""
+        return self.batch_size * self.lengths[arm] / self.seconds[arm]
+
+    def tokens(self, arm: int) -> Estimate:
+        """Return tokens per request and step: at least the bonus token, at most all drafts and it."""
+        found = Estimate.relative(self.lengths[arm], self.length_errors[arm])
+        return Estimate(found.value, max(found.low, 1.0), min(found.high, self.steps[arm] + 1.0))
+
+    def step_seconds(self, arm: int) -> Estimate:
+        """Return the seconds of a step with the K of that index."""
+        return Estimate.relative(self.seconds[arm], self.second_errors[arm])
+
+    def options(self) -> list[Option]:
+        """Return what each K is expected to give."""
+        best = self.tokens_per_second(self.steps.index(self.choice))
+        return [
+            Option(
+                k,
+                self.tokens(arm),
+                self.step_seconds(arm),
+                self.tokens_per_second(arm),
+                _gain(self.tokens_per_second(arm) / best, self.choice_errors[arm]),
+                self.tried[arm],
+                self.allowed[arm],
+            )
+            for arm, k in enumerate(self.steps)
+        ]
+
+    def gain(self, steps: int) -> Estimate | None:
+        """Return what K = ``steps`` gains over K=0, as a share; None where K=0 or it is no candidate."""
+        if not self.none_errors or steps not in self.steps:
+            return None
+        arm = self.steps.index(steps)
+        return _gain(self.tokens_per_second(arm) / self.tokens_per_second(0), self.none_errors[arm])
+
+    def explain(self) -> str:
+        """Return one sentence on why its K is chosen here.
+
+        >>> two = ((0, 3), 8, 512.0, 3, (), (1.0, 2.5), (0.0, 0.01), (0.010, 0.0125), (0.01, 0.01))
+        >>> print(Outlook(*two, (0.02, 0.0), (0.0, 0.02), (True, False), (True, True)).explain())
+        K=3 is expected to make 2.50 tokens a request in a step of 12.5 ms, 100 % more tokens a second than K=0 \
+with 1.00 in 10.0 ms; K=3 was not tried at this batch size yet, its time is predicted from others.
+        """
+        options = self.options()
+        chosen = options[self.steps.index(self.choice)]
+        text = f"K={self.choice} is expected to make {chosen.tokens.value:.2f} tokens a request "
+        text += f"in a step of {1e3 * chosen.seconds.value:.1f} ms"
+        rivals = [option for option in options if option.steps != self.choice]
+        if rivals:
+            text += ", " + _compared(chosen, max(rivals, key=lambda option: option.tokens_per_second), rivals)
+        if not chosen.tried:
+            text += f"; K={self.choice} was not tried at this batch size yet, its time is predicted from others"
+        return text + "."
+
+
+def _compared(chosen: Option, best: Option, rivals: Sequence[Option]) -> str:
+    # Against no speculation where there is a choice: that is what speculating has to beat.
+    rival = next((option for option in rivals if option.steps == 0), best)
+    ratio = chosen.tokens_per_second / rival.tokens_per_second - 1.0
+    beside = f"K={rival.steps} with {rival.tokens.value:.2f} in {1e3 * rival.seconds.value:.1f} ms"
+    if not best.allowed and best.tokens_per_second > chosen.tokens_per_second:
+        return f"and K={best.steps}, which would make more, does not surely meet the time per token that was asked for"
+    if abs(ratio) < 0.005:
+        return f"as many tokens a second as {beside}, and a choice changes only for a gain"
+    sure = "" if rival.against_choice.high < 0.0 or rival.against_choice.low > 0.0 else ", which is not certain yet"
+    return f"{100 * abs(ratio):.0f} % {'more' if ratio > 0 else 'fewer'} tokens a second than {beside}{sure}"
+
+
+class Position(msgspec.Struct, frozen=True):
+    """Acceptance of the draft at one position."""
+
+    acceptance: Estimate
+    """Given that the drafts before it were accepted."""
+    samples: float
+    """Effective number of drafts that this is known from; near 0: it leans on the positions before."""
+
+
+class Knowledge(msgspec.Struct, frozen=True):
+    """All that a policy knows of one server."""
+
+    steps: tuple[int, ...]
+    """Candidates (K), ascending."""
+    batch_edges: tuple[int, ...]
+    context_edges: tuple[int, ...]
+    """Of the cells, as in ``Grid``."""
+    cells: tuple[Outlook | None, ...]
+    """None: not decided yet."""
+    recent: Mapping[tuple[int, int], int]
+    """Newest steps, by cell and applied K."""
+    positions: tuple[Position, ...]
+    """From the first draft on, all batch sizes and contexts together."""
+    drafter_broken: bool
+    explored_steps: int
+    """That ran another K than the choice, to learn."""
+    explored_seconds: float
+    """Time lost by them: beyond that in which the choice would have made as many tokens."""
+
+    def visits(self) -> dict[int, int]:
+        """Return how many of the newest steps were in each cell."""
+        visits: dict[int, int] = {}
+        for (cell, _), count in self.recent.items():
+            visits[cell] = visits.get(cell, 0) + count
+        return visits
+
+    def busiest(self) -> int:
+        """Return the cell that most of the newest steps were in; 0 before any."""
+        visits = self.visits()
+        return max(visits, key=visits.__getitem__, default=0)
+
+    def gain(self) -> Estimate | None:
+        """Return what the newest steps gained over K=0, as a share: at -0.1 speculation costs a tenth.
+
+        The time that K=0 would have taken for as many tokens, over the time taken. Each cell's error counts
+        as if all erred together, so the interval is rather too wide. None before it can be told.
+        """
+        seconds = low = value = high = 0.0
+        for (cell, steps), count in self.recent.items():
+            outlook = self.cells[cell]
+            found = outlook.gain(steps) if outlook is not None else None
+            if outlook is None or found is None:
+                continue
+            spent = count * outlook.seconds[outlook.steps.index(steps)]
+            seconds += spent
+            low, value, high = low + spent * found.low, value + spent * found.value, high + spent * found.high
+        return Estimate(value / seconds, low / seconds, high / seconds) if seconds else None
+
+
+def _gain(ratio: float, error: float) -> Estimate:
+    found = Estimate.relative(ratio, error)
+    return Estimate(found.value - 1.0, found.low - 1.0, found.high - 1.0)
+
+
+def describe_gain(gain: Estimate) -> str:
+    """Return it in words.
+
+    >>> describe_gain(Estimate(0.312, 0.281, 0.34)), describe_gain(Estimate(-0.05, -0.08, -0.01))
+    ('speculation is gaining 31 % (28 … 34)', 'speculation is costing 5 % (1 … 8)')
+    >>> describe_gain(Estimate(0.0, 0.0, 0.0)), describe_gain(Estimate(0.02, -0.01, 0.05))
+    ('speculation neither gains nor costs', 'speculation is gaining 2 % (-1 … 5)')
+    """
+    if abs(gain.value) < 0.005:
+        return "speculation neither gains nor costs"
+    sign = 1.0 if gain.value > 0.0 else -1.0
+    low, high = sorted((100.0 * sign * gain.low, 100.0 * sign * gain.high))
+    word = "gaining" if sign > 0 else "costing"
+    return f"speculation is {word} {100 * abs(gain.value):.0f} % ({low:.0f} … {high:.0f})"

@@ -10,7 +10,6 @@ vetoes bound K for a while (``vetoes.py``).
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -128,7 +127,8 @@ class Goodput(Policy):
         sizes = tuple(size for size in sorted(server.captured_batch_sizes) if size <= server.max_running_requests)
         self._grid = Grid(sizes, tuple(edge for edge in CONTEXT_EDGES if edge < max(server.context_length, 1)))
         self._cells = [_Cell(server.fallback_steps) for _ in range(self._grid.cells)]
-        self._context = [512.0, 2048.0, 8192.0, 32768.0]
+        # By column, of which the last has whatever contexts are above its edge; guesses until one is seen.
+        self._context = [512.0, 2048.0, 8192.0, 32768.0][: len(self._grid.context_edges) + 1]
         self._budget = Budget()
         self._spells = Spells()
         self._watch = Watch(max(self._arms[-1], 1))
@@ -206,8 +206,8 @@ class Goodput(Policy):
         # What a prior says is in force from the first step on, and doubted from the second.
         self.urgent |= self._from_prior and not self._recent
         self._recent.append((cell, applied))
-        band = bisect_left(CONTEXT_EDGES, mean_context)
-        self._context[band] += 0.02 * (mean_context - self._context[band])
+        column = cell % len(self._context)
+        self._context[column] += 0.02 * (mean_context - self._context[column])
         self._budget.spend(self._explored(decided, applied) if step.block >= 0 else 0.0)
         if self.acceptance.changes != self._changes:
             self._changes = self.acceptance.changes
@@ -294,8 +294,7 @@ class Goodput(Policy):
 
     def _place(self, cell: int) -> tuple[int, float]:
         """Batch size and mean context that stand for a cell: the padded size, and the context seen there."""
-        columns = len(self._grid.context_edges) + 1
-        row, column = divmod(cell, columns)
+        row, column = divmod(cell, len(self._context))
         sizes = self._grid.batch_edges
         batch = sizes[row] if row < len(sizes) else (sizes[-1] * 5 // 4 + 1 if sizes else 1)
         return batch, self._context[column]

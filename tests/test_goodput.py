@@ -235,6 +235,16 @@ def test_a_skip_that_a_stored_prior_began_is_doubted_from_the_second_step_on() -
     assert sum(probability for _, probability in again.decide(SERVER, 0.0).explore[cell]) > 0.4
 
 
+@pytest.mark.parametrize("context_length", [0, 1000, 1500, 32768])
+def test_a_cell_is_decided_at_the_contexts_that_its_steps_have(context_length: int) -> None:
+    """Also at those beyond the last edge, which a server that says nothing of its context length may have."""
+    policy = Goodput()
+    policy.decide(hello(context_length=context_length), 0.0)
+    for number in range(800):
+        policy.learn(record(record_seq=number, step=number, batch_size=8, padded_batch_size=8, context_tokens=8 * 3000))
+    assert "at batch 8, 3,000 tokens" in policy.decide(hello(context_length=context_length), 0.0).reason
+
+
 def test_a_prior_of_another_server_is_ignored_and_said() -> None:
     policy = Goodput()
     policy.decide(SERVER, 0.0)

@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="*", type=Path, default=[], metavar="FILE", help="of --out, of earlier runs")
     parser.add_argument("--surfaces", nargs="+", choices=SURFACES, default=SURFACES, metavar="NAME")
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=240.0, help="virtual time of the moving cases")
     parser.add_argument("--constant-steps", type=int, default=3000, help="judged, after 2,000; at batch 256 two thirds")
     parser.add_argument("--conv", type=Path, help="arrivals of the case azure")

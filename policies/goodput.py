@@ -260,8 +260,8 @@ class Goodput(Policy):
         self._all_anew = False
         bound = self.vetoes.max_steps(now)
         allowed = [k for k in self._arms if bound is None or k <= bound] or self._arms[:1]
-        skipping = bool(visits) and self._skips(self._cells[visits.most_common(1)[0][0]])
-        explore = self._explore(visits) if visits else {}
+        explore, probed = self._explore(visits)
+        probing = bool(visits) and visits.most_common(1)[0][0] in probed
         if self._floor:
             self._add_floor(explore)
         return Plan(
@@ -274,8 +274,9 @@ class Goodput(Policy):
                 for cell, row in explore.items()
                 if (kept := tuple(one for one in row if one[0] <= allowed[-1])) and self._cells[cell].choice in allowed
             },
-            # A floor is there for the seconds of what it draws, which a block's first step does not tell.
-            block_steps=PROBE_STEPS if skipping and not self._floor else BLOCK_STEPS,
+            # What is tried for its cost, and what a floor draws, is for the seconds, which a block's first step
+            # does not tell.
+            block_steps=PROBE_STEPS if probing and not self._floor else BLOCK_STEPS,
         )
 
     @staticmethod
@@ -368,9 +369,10 @@ class Goodput(Policy):
         """Seconds that switching between the two, there and back, costs beyond their steps."""
         return max(self.cost.switch_seconds(steps, choice)[0] + self.cost.switch_seconds(choice, steps)[0], 0.0)
 
-    def _explore(self, visits: Counter[int]) -> dict[int, tuple[tuple[int, float], ...]]:
+    def _explore(self, visits: Counter[int]) -> tuple[dict[int, tuple[tuple[int, float], ...]], set[int]]:
+        """Return what each cell is to try, and the cells that only probe for acceptance."""
         rate = self._budget.affordable_rate(100)
-        found = {}
+        found, probed = {}, set()
         for index in visits:
             cell = self._cells[index]
             current = self._arms.index(cell.choice)
@@ -379,10 +381,12 @@ class Goodput(Policy):
             tried = alternatives(self._arms, scores, cell.errors, current, loss, rate, self._budget.worth_trying)
             if self._skips(cell) and len(self._arms) > 1:
                 probing = self._probe(index)
-                tried = probing if self._watch.following or not tried else tried
+                if self._watch.following or not tried:
+                    tried = probing
+                    probed.add(index)
             if tried:
                 found[index] = tried
-        return found
+        return found, probed
 
     def _add_floor(self, explore: dict[int, tuple[tuple[int, float], ...]]) -> None:
         """Let every cell draw each other K now and then, but where a hit is being followed."""

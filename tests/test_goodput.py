@@ -200,6 +200,20 @@ def test_a_switch_with_a_price_is_not_made_for_a_short_spell() -> None:
     assert policy._cells[cell].winning > 0.15
 
 
+def test_what_is_tried_while_skipping_is_known_afterwards() -> None:
+    """One step of it would tell no seconds, and it would be tried for ever, at what a guess says it costs."""
+    found = scenario("h200-triton-skip", 128, 60.0)
+    policy = Goodput()
+    run = serve("goodput", found, lambda *_: policy)
+    assert share(run, found.surface, 300) >= 0.99
+    truth = found.surface.speculating
+    for steps in truth.steps:
+        context = float(np.mean([decode.mean_context for decode in run.decodes[-200:]]))
+        assert policy.cost.predict(steps, 128, context)[0] == pytest.approx(
+            truth.decode_seconds(steps, 128, context), rel=0.2
+        )
+
+
 def test_a_stored_prior_decides_before_the_first_step() -> None:
     policy = Goodput()
     policy.decide(SERVER, 0.0)

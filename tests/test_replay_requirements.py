@@ -145,7 +145,14 @@ def test_every_case_has_something_to_run() -> None:
     from replay_cases import CASES, SURFACES, jobs_of
 
     options = argparse.Namespace(
-        surfaces=SURFACES, seeds=2, conv="conv", code="code", peers=["sglang"], seconds=1.0, constant_steps=100
+        surfaces=SURFACES,
+        seeds=2,
+        first_seed=1,
+        conv="conv",
+        code="code",
+        peers=["sglang"],
+        seconds=1.0,
+        constant_steps=100,
     )
     for case in CASES:
         jobs = [*jobs_of(case, options)]

@@ -19,7 +19,8 @@ columns of Azure's LLM traces; without them the cases ``azure`` and ``code`` are
     speed                 steps a second that are learned and decided, milliseconds a table
 
 ``--rows`` takes in what earlier runs wrote, so that cases may have as many seeds as there was time for; with
-``--only`` and no case after it, the table is of these alone.
+``--only`` and no case after it, the table is of these alone. All seeds of closed, azure and code have to be of one run,
+since their states tell which fixed K are run.
 
 What one run can tell is not run again: which fixed K come into question is told by the states of
 informed-greedy's run, and only those are run. At constant load a fixed K would pass through the

@@ -240,8 +240,8 @@ def _table_latency(folder: Path) -> tuple[float, float]:
     assert server.agent._source is not None
     mailbox = server.agent._source._mailbox
     while len(arrived) < TABLES and sender.is_alive():
-        delivery = mailbox.table
-        if delivery is not None:
+        if mailbox.tables:
+            delivery = mailbox.tables[0]
             arrived[delivery.table.epoch] = delivery.received_at
         server.step()
         wait_for_gpu()

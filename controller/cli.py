@@ -1,10 +1,11 @@
-"""The command line: ``specpilot launch | controller | status | set | compare | trace | fit | replay | …``."""
+"""The command line: ``specpilot launch | doctor | controller | status | set | compare | trace | fit | replay | …``."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
+import resource
 import shlex
 import signal
 import sys
@@ -58,6 +59,15 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--dry-run", action="store_true", help="print what would be started, and why")
     command.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="of SGLang's server")
     command.set_defaults(run=_launch)
+
+    command = commands.add_parser("doctor", help="what keeps a server from being steered, and what to change")
+    command.add_argument("--config", type=Path, help="the controller's TOML file (default: all defaults)")
+    command.add_argument("--url", type=_url, help="of a running server, such as http://127.0.0.1:30000")
+    command.add_argument("--log", type=Path, metavar="FILE", help="a server's log, for the GPU memory that it took")
+    _add_controller(command)
+    command.add_argument("--json", action="store_true", help="print the checks as JSON")
+    command.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="of SGLang's server")
+    command.set_defaults(run=_doctor)
 
     command = commands.add_parser("status", help="what every server does now, and who decided it")
     _add_controller(command)
@@ -199,6 +209,9 @@ def _controller(options: argparse.Namespace, console: Console) -> int:  # noqa: 
     from controller.web import Page
 
     config = load_config(options.config)
+    # libzmq ends a process that cannot accept a connection for want of descriptors; the usual limit is 1024.
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     page = Page(config.web)
     service = Service(config, file=options.config)
     signal.signal(signal.SIGTERM, lambda *_: service.stop())
@@ -223,6 +236,14 @@ def _launch(options: argparse.Namespace, console: Console) -> int:
     from controller.launch import Request, launch
 
     return launch(Request(options.arguments, options.config, options.candidates, options.dry_run), console)
+
+
+def _doctor(options: argparse.Namespace, console: Console) -> int:
+    from controller.doctor import Request, doctor
+
+    _, keys = _endpoint_and_keys(options)
+    request = Request(options.arguments, options.config, options.endpoint, keys, options.url or "", options.log)
+    return doctor(request, os.environ, console, options.json)
 
 
 def _status(options: argparse.Namespace, console: Console) -> int:

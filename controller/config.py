@@ -51,7 +51,7 @@ class StaticPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
 class ThresholdPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="threshold"):
     """``[policy] name = "threshold"``: speculate up to ``threshold`` running requests, skip above."""
 
-    threshold: Annotated[int, msgspec.Meta(ge=0, le=100_000)] = 5
+    threshold: Annotated[int, msgspec.Meta(ge=0, le=100_000)]
     steps: Steps | None = None
     """K below the threshold; the server's largest candidate if not given."""
     band: Annotated[int, msgspec.Meta(ge=0, le=100_000)] | None = None
@@ -63,9 +63,6 @@ class ThresholdPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
     def build(self, prior: dict[str, Any] | None = None) -> Policy:  # noqa: ARG002
         """Return a fresh policy for one server."""
         return Threshold(self.threshold, self.steps, self.band)
-
-
-DEFAULT_POLICY = ThresholdPolicy()
 
 
 class GoodputPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="goodput"):
@@ -87,6 +84,9 @@ class GoodputPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     def change(self, policy: Goodput) -> None:
         """Give a running policy these settings; it keeps what it has learned."""
         policy.configure(self.time_per_output_token, self.max_steps, self.exploration_floor)
+
+
+DEFAULT_POLICY = GoodputPolicy()
 
 
 class NeuralPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="neural"):

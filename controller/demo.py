@@ -1,13 +1,13 @@
-"""The demo: a simulated server under a bursty load, steered by a real controller, and a picture of it.
+"""The demo: a simulated server under a changing load, steered by a real controller, and a picture of it.
 
-    this process ── starts ──► controller (``specpilot controller``, policy "threshold")
+    this process ── starts ──► controller (``specpilot controller``, policy "goodput", which knows nothing yet)
           │                        ▲  │ steps, tables over ipc://
           └─────── starts ──► simulated server (``controller/simserver.py``, the real hooks)
 
 Here the two processes are started, followed and ended. What is shown live (``demo_view.py``),
 told (``demo_summary.py``) and drawn at the end (``demo_picture.py``) is read back from the
-trace that the controller writes and from its status, as an operator would; the server only
-tells its totals.
+trace that the controller writes, from its status and from its web page, as an operator would;
+the server only tells its totals.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import random
+import select
 import shutil
 import signal
 import subprocess
@@ -26,18 +27,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from urllib.request import urlopen
 
 import msgspec
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
-from controller.demo_summary import STEPS, THRESHOLD, DemoError, Run, print_summary
+from controller.demo_summary import DemoError, Run, print_summary
 from controller.demo_view import REFRESH_SECONDS, View
 from controller.simserver import Summary
+from controller.status import StatusError, fetch_status
 from controller.trace import records
 from controller.trace_reader import Segment, segments
-from controller.workload import bursty_workload
+from controller.web.view import PageView, ServerView
+from controller.workload import Clients
 from sglang_hooks.wire import StepRecord
 
 SEED = 1
@@ -46,17 +50,22 @@ SERVER_ID = "demo:1"
 START_SECONDS = 30.0
 """A loaded machine may take this long to start Python twice."""
 EXIT_SECONDS = 10.0
+LOOK_SECONDS = 3600.0
+"""The page can be looked at for so long after the picture is drawn, on a terminal."""
 LOG_LINES = 12
 
 _CONFIG = """\
 [controller]
 endpoint = {endpoint}
-decide_seconds = 0.25
 
 [policy]
-name = "threshold"
-threshold = {threshold}
-steps = {steps}
+name = "goodput"
+
+[prior]
+directory = ""
+
+[web]
+listen = "127.0.0.1:0"
 
 [trace]
 directory = {directory}
@@ -69,7 +78,8 @@ def run_demo(seconds: float, json_path: Path | None, png_path: Path, keep: Path 
     """Run for ``seconds`` and return the exit code: 0, 1 for a failure, 130 when interrupted.
 
     ``json_path`` takes a summary for scripts, ``png_path`` the picture, ``keep`` the trace,
-    the logs and the configuration. Without a terminal a few lines stand in for the live view.
+    the logs and the configuration. Without a terminal a few lines stand in for the live view; on one
+    the controller and the server then go on, so that the page can be looked at, until Ctrl-C or Enter.
     """
     try:
         draw = _drawing()
@@ -80,16 +90,19 @@ def run_demo(seconds: float, json_path: Path | None, png_path: Path, keep: Path 
                 path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="specpilot-demo-") as temporary, _terminable():
             try:
-                run = _run(seconds, Path(temporary), console)
-                draw(run, png_path)
+                with _started(seconds, Path(temporary), console) as processes:
+                    run = processes.run(console)
+                    draw(run, png_path)
+                    if json_path is not None:
+                        json_path.write_text(json.dumps(run.report(), indent=2) + "\n")
+                    print_summary(run, console)
+                    kept = f", trace and logs: {keep}" if keep is not None else ""
+                    console.print(f"picture: {png_path}{kept}", markup=False, highlight=False)
+                    if console.is_terminal:
+                        processes.look(console)
             finally:
                 if keep is not None:
                     shutil.copytree(temporary, keep, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.ipc*"))
-        if json_path is not None:
-            json_path.write_text(json.dumps(run.report(), indent=2) + "\n")
-        print_summary(run, console)
-        kept = f", trace and logs: {keep}" if keep is not None else ""
-        console.print(f"picture: {png_path}{kept}", markup=False, highlight=False)
     except (DemoError, OSError) as error:
         console.print(f"[red]specpilot demo:[/] {escape(str(error))}", highlight=False)
         return 1
@@ -169,34 +182,84 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _run(seconds: float, folder: Path, console: Console) -> Run:
-    endpoint = f"ipc://{folder}/controller.ipc"
-    directory = folder / "trace"
-    config = folder / "controller.toml"
-    texts = {"endpoint": json.dumps(endpoint), "directory": json.dumps(str(directory))}
-    config.write_text(_CONFIG.format(threshold=THRESHOLD, steps=STEPS, **texts))
-    out = folder / "summary.json"
+@contextlib.contextmanager
+def _started(seconds: float, folder: Path, console: Console) -> Iterator[_Processes]:
+    """Start controller and server, and end them with the context."""
     with contextlib.ExitStack() as children:
-        controller = _Child("controller", ["controller.cli", "controller", "--config", str(config)], folder)
-        children.callback(controller.end)
+        processes = _Processes(seconds, folder, children)
+        text = f"The page: {processes.page}  which K is chosen where, and why"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        yield processes
+
+
+class _Processes:
+    """The controller and the server of a demo."""
+
+    def __init__(self, seconds: float, folder: Path, children: contextlib.ExitStack) -> None:
+        self._seconds = seconds
+        self._folder = folder
+        self._children = children
+        self._endpoint = f"ipc://{folder}/controller.ipc"
+        self._trace = folder / "trace"
+        config = folder / "controller.toml"
+        texts = {"endpoint": json.dumps(self._endpoint), "directory": json.dumps(str(self._trace))}
+        config.write_text(_CONFIG.format(**texts))
+        self._controller = self._start("controller", ["controller.cli", "controller", "--config", str(config)])
+        self.page = self._await_page()
+        """Address of the web page."""
+
+    def _start(self, name: str, arguments: Sequence[str]) -> _Child:
+        child = _Child(name, arguments, self._folder)
+        self._children.callback(child.end)
+        return child
+
+    def _start_server(self, seconds: float, out: Path) -> _Child:
+        options = ["--endpoint", self._endpoint, "--server-id", SERVER_ID, "--out", str(out)]
+        return self._start("server", ["controller.simserver", *options, "--seconds", str(seconds), "--seed", str(SEED)])
+
+    def _await_page(self) -> str:
         deadline = time.monotonic() + START_SECONDS
-        while not (folder / "controller.ipc").exists():
-            if not controller.check() or time.monotonic() > deadline:
-                raise controller.failure("did not open its socket")
+        while self._controller.check() and time.monotonic() < deadline:
+            with contextlib.suppress(StatusError):
+                if page := fetch_status(self._endpoint, timeout=1.0).page:
+                    if not page.startswith("http"):
+                        raise self._controller.failure(f"has no page: it {page}")
+                    return page
             time.sleep(0.05)
-        options = ["--endpoint", endpoint, "--server-id", SERVER_ID, "--out", str(out)]
-        options += ["--seconds", str(seconds), "--seed", str(SEED)]
-        server = _Child("server", ["controller.simserver", *options], folder)
-        children.callback(server.end)
-        tail = Tail(directory)
-        view = View(seconds, endpoint, tail.steps)
-        _watch(view, tail, controller, server, console)
+        raise self._controller.failure("did not open its socket and its page")
+
+    def run(self, console: Console) -> Run:
+        """Follow the server until it ends, and return what it came to."""
+        out = self._folder / "summary.json"
+        server = self._start_server(self._seconds, out)
+        tail = Tail(self._trace)
+        view = View(self._seconds, self._endpoint, tail.steps)
+        _watch(view, tail, self._controller, server, console)
         summary = msgspec.json.decode(out.read_bytes(), type=Summary)
-        _await_trace(tail, summary.steps, controller)
-    # The controller has ended and thereby written what it held.
-    tail.read()
-    phases = bursty_workload(seconds, random.Random(SEED)).phases  # noqa: S311
-    return Run(seconds, summary, view.policy, tail.steps, phases)
+        _await_trace(tail, summary.steps, self._controller)
+        phases = Clients(self._seconds, random.Random(SEED)).workload.phases  # noqa: S311
+        return Run(self._seconds, summary, tail.steps, phases, self._learned(), view.policy)
+
+    def _learned(self) -> ServerView:
+        """Return what the page shows of the server."""
+        try:
+            with urlopen(f"{self.page}api/view?server={SERVER_ID}/0", timeout=EXIT_SECONDS) as answer:  # noqa: S310
+                server = msgspec.json.decode(answer.read(), type=PageView).server
+        except (OSError, msgspec.DecodeError) as error:
+            raise self._controller.failure(f"did not say what it learned ({error})") from error
+        if server is None:
+            raise self._controller.failure("does not know the server")
+        return server
+
+    def look(self, console: Console) -> None:
+        """Serve on, so that the page can be looked at, until Ctrl-C or Enter."""
+        server = self._start_server(LOOK_SECONDS, self._folder / "after.json")
+        text = f"The server goes on: look at {self.page} and end the demo with Ctrl-C or Enter."
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            while server.check() and self._controller.check():
+                if select.select([sys.stdin], [], [], REFRESH_SECONDS)[0]:
+                    break
 
 
 # -- following them --

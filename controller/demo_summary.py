@@ -1,35 +1,33 @@
 """What a run of the demo was and came to: its steps, the figures for scripts, a table, a sentence.
 
-Here is also what every part of the demo shares: the policy's setting, errors, the colours of K.
+Here is also what every part of the demo shares: what was learned by batch size, errors, the colours of K.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from controller.simserver import Summary
-from controller.surface import H200_8B
+from controller.simserver import MAX_RUNNING_REQUESTS, Summary
+from controller.web.view import KView, ServerView
 from controller.workload import Phase
 from sglang_hooks.wire import MASKED, StepRecord
 
-THRESHOLD = 8
-STEPS = 3
-"""K up to about THRESHOLD running requests; above, the policy skips speculation."""
-
+TOLD_BATCHES = (8, 64)
+"""Batch sizes at which the demo says why K is what it is."""
 MEAN_SECONDS = 1.0
 """Window of the throughput, live and in the picture."""
 IDLE_GAP_SECONDS = 0.25
 """A longer gap between two decode steps with one prefill at most was an idle server."""
 
 COLOURS = {0: "#d9772b", 1: "#7fb8da", 3: "#1f6fb2"}
-"""Of K, in the terminal and in the picture."""
+"""Of K in the terminal, readable on light and on dark."""
 OTHER_COLOUR = "#6a51a3"
 
 
@@ -43,14 +41,67 @@ class DemoError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Learned:
+    """What the policy expects at one batch size."""
+
+    batch_size: int
+    choice: int
+    options: dict[int, KView]
+    """By K, ascending."""
+
+    @property
+    def drafting(self) -> KView:
+        """The K above 0 that is expected to make the most tokens a second."""
+        return max((o for k, o in self.options.items() if k), key=lambda option: option.tokens_per_second)
+
+    @property
+    def gain(self) -> float:
+        """What that makes of tokens a second over K=0, as a share."""
+        return self.drafting.tokens_per_second / self.options[0].tokens_per_second - 1.0
+
+    def explain(self) -> str:
+        """Return why its K is chosen, in a sentence."""
+        drafting, none = self.drafting, self.options[0]
+        longer, more = drafting.seconds[0] / none.seconds[0], drafting.tokens[0] / none.tokens[0]
+        drafts = f"{drafting.steps} draft{'s' * (drafting.steps > 1)}"
+        word = "more" if self.gain > 0 else "fewer"
+        predicted = "" if drafting.tried and none.tried else " (predicted in part: not both ran there yet)"
+        return (
+            f"At {self.batch_size} requests a step with {drafts} takes {longer:.1f} times as long as one "
+            f"without ({1e3 * drafting.seconds[0]:.1f} instead of {1e3 * none.seconds[0]:.1f} ms) and makes "
+            f"{more:.1f} times the tokens: {100 * abs(self.gain):.0f} % {word} a second{predicted}, so K={self.choice}."
+        )
+
+
+def crossing(learned: Sequence[Learned]) -> float | None:
+    """Return the batch size above which K=0 is expected to make the most, or None if that is nowhere between two."""
+    for left, right in reversed(list(pairwise(learned))):
+        if left.gain > 0.0 >= right.gain:
+            return left.batch_size + (right.batch_size - left.batch_size) * left.gain / (left.gain - right.gain)
+    return None
+
+
+@dataclass(frozen=True)
 class Run:
-    """A finished run: the server's totals, and the steps as the trace holds them."""
+    """A finished run: the server's totals, the steps as the trace holds them, and what the page knows at the end."""
 
     seconds: float
     summary: Summary
-    policy: str
     steps: list[StepRecord]
     phases: tuple[Phase, ...]
+    page: ServerView
+    policy: str
+
+    @property
+    def learned(self) -> list[Learned]:
+        """What the policy expects by batch size, at the contexts that the demo has; empty before it knows anything."""
+        cells = self.page.cells[:: max(len(self.page.contexts), 1)]
+        pairs = zip(self.page.batch_sizes, cells, strict=True)
+        return [
+            Learned(batch, cell.steps, {option.steps: option for option in cell.options})
+            for batch, cell in pairs
+            if cell.options and batch <= MAX_RUNNING_REQUESTS
+        ]
 
     @property
     def lost(self) -> int:
@@ -67,6 +118,13 @@ class Run:
             "tables_applied": self.summary.tables_applied,
             "dropped_records": self.lost,
             "policy": self.policy,
+            "learned": {
+                str(at.batch_size): {
+                    "choice": at.choice,
+                    "tokens_per_second": {str(k): option.tokens_per_second for k, option in at.options.items()},
+                }
+                for at in self.learned
+            },
         }
 
 
@@ -120,20 +178,15 @@ def _live_rows(steps: Sequence[StepRecord]) -> int:
 
 
 def explain(run: Run) -> str:
-    """Return what happened, in a sentence."""
-    by_k = _by_k(run.steps)
-    if not by_k.get(0) or not by_k.get(STEPS):
-        only = " and ".join(map(str, by_k))
-        return f"K was {only} all the time: the load never crossed the line of {THRESHOLD} requests."
-    drafting, skipping = by_k[STEPS], by_k[0]
-    gain = sum(map(tokens_of, drafting)) / _live_rows(drafting)
+    """Return what happened and why, in a few sentences."""
     lost = f"{run.lost:,} step records were lost" if run.lost else "not one step record was lost"
-    most = max(step.batch_size for step in skipping)
-    longer = H200_8B.decode_seconds(STEPS, most) / H200_8B.decode_seconds(0, most)
-    switches = f"{run.summary.switches} switch{'es' * (run.summary.switches != 1)}"
-    return (
-        f"While about {THRESHOLD} requests or fewer ran, the controller let the server draft {STEPS} tokens "
-        f"a step, and each request got {gain:.1f} tokens per step instead of 1; when bursts brought up to "
-        f"{most} at once, where such a step takes {longer:.1f} times as long as one without drafts, it "
-        f"turned speculation off: {switches} in all, and {lost}."
-    )
+    switches = f"K changed {run.summary.switches:,} time{'s' * (run.summary.switches != 1)}, and {lost}."
+    learned = run.learned
+    if not learned:
+        return f"Nothing was learned in so short a time. {switches}"
+    told = [at.explain() for at in learned if at.batch_size in TOLD_BATCHES]
+    where = crossing(learned)
+    if where is not None:
+        told.append(f"In between, at about {where:.0f}, the two are even.")
+    source = f"Nobody told it: all of this the controller learned from {len(run.steps):,} steps."
+    return " ".join([*told, source, switches])

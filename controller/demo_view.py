@@ -12,11 +12,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from controller.demo_summary import MEAN_SECONDS, THRESHOLD, colour, tokens_of
+from controller.demo_summary import MEAN_SECONDS, colour, tokens_of
 from controller.status import ServerStatus, StatusError, fetch_status
-from sglang_hooks.wire import StepRecord
+from policies.knowledge import describe_gain
+from sglang_hooks.wire import DecisionTable, StepRecord
 
 REFRESH_SECONDS = 0.25
+LEAST_TOP = 16
+"""Requests that the chart is high at least."""
 STATUS_SECONDS = 0.5
 
 
@@ -73,7 +76,7 @@ class View:
         step = self.steps[-1]
         columns = max(20, min(width, 140) - 14)
         batch, steps = _history(self.steps, columns)
-        top = max(THRESHOLD * 2, *batch)
+        top = max(LEAST_TOP, *batch)
         head = Table.grid(padding=(0, 3))
         head.add_row(_big(step.steps), self._figures(step))
         chart = Table.grid(padding=(0, 1))
@@ -93,7 +96,13 @@ class View:
         grid.add_row("now", Text(doing, style=_style(step.steps)))
         grid.add_row("batch size", f"[bold]{step.batch_size}[/]" + (f", {step.queued} queued" if step.queued else ""))
         grid.add_row("tokens/s", f"[bold]{self.tokens_per_second():,.0f}[/]")
+        status = self._status
+        if status is not None and status.expected_gain is not None:
+            gain = describe_gain(status.expected_gain).removeprefix("speculation ").removeprefix("is ")
+            grid.add_row("speculation", gain)
         grid.add_row("table", self._table_text())
+        if status is not None and status.table is not None:
+            grid.add_row("K by batch", _map(status.table))
         lost = self._status.records_lost if self._status is not None else 0
         dropped = f", [red]{lost:,} lost[/]" if lost else ", none lost"
         if self._page.startswith("http"):
@@ -106,6 +115,14 @@ class View:
         if status is None or status.table is None:
             return "none yet: the server's own fallback"
         return f"{status.table.policy}, epoch {status.table.epoch}, {status.table_age_seconds:.0f} s old"
+
+
+def _map(table: DecisionTable) -> Text:
+    """Return the K chosen for each region of batch size, at the shortest contexts: the demo has no others."""
+    chosen = table.choice[:: len(table.context_edges) + 1]
+    text = Text("1 ", style="dim")
+    text.append_text(Text.assemble(*((_digit(k), _style(k)) for k in chosen)))
+    return text.append(f" {table.batch_edges[-1]}+" if table.batch_edges else "", style="dim")
 
 
 def _history(steps: Sequence[StepRecord], columns: int) -> tuple[list[int], list[int | None]]:

@@ -114,7 +114,7 @@ class InProcessController:
             self._decide(now)
         while self._on_the_way and now >= self._on_the_way[0].received_at:
             delivery = self._on_the_way.popleft()
-            self._agent.mailbox.table = delivery
+            self._agent.mailbox.tables.append(delivery)
 
     def _decide(self, now: float) -> None:
         plan = self._policy.decide(self._hello, now)

@@ -20,7 +20,8 @@ START_STEPS = 3
 """K at the start, and the fallback without a controller, if nobody says otherwise."""
 RUNNING_REQUESTS = 256
 """Where SGLang alone would take 48 under speculation."""
-ADAPTIVE = ("EAGLE", "EAGLE3")
+ADAPTIVE = ("EAGLE", "EAGLE3", "NEXTN")
+"""In any case; SGLang takes NEXTN for EAGLE."""
 ADDRESS = {"host": "127.0.0.1", "port": 30000}
 
 
@@ -101,10 +102,8 @@ def unsteerable(options: Mapping[str, Any]) -> list[str]:
             "no --speculative-algorithm: there is nothing to steer; give EAGLE3 or EAGLE and its "
             "--speculative-draft-model-path"
         )
-    elif algorithm not in ADAPTIVE:
-        found.append(
-            f"--speculative-algorithm {algorithm}: K can change at run time with {' and '.join(ADAPTIVE)} only"
-        )
+    elif algorithm.upper() not in ADAPTIVE:
+        found.append(f"--speculative-algorithm {algorithm}: K can change at run time with {', '.join(ADAPTIVE)} only")
     attention_dp = options.get("attn_dp_size")
     if options.get("enable_dp_attention") or (attention_dp is not None and attention_dp > 1):
         found.append("attention data parallelism: SGLang does not adapt with it; use --tp-size and --dp-size alone")

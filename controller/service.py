@@ -54,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 FORGET_SECONDS = 86_400.0
+ON_THE_WAY_SECONDS = 0.5
+"""A server that says Hello and does not know a table may be about to get it; after this time it was lost."""
 ASK_SECONDS = 1.0
 STRANGERS = 64
 HELD_MESSAGES = 64
@@ -316,6 +318,9 @@ class Service:
             session.epoch = max(session.epoch, hello.epoch)
             session.plan = None
             self._decide(session, now)
+        elif hello.epoch < session.epoch and session.plan is not None:
+            if now - session.pushed_at > ON_THE_WAY_SECONDS:
+                self._push(session, session.plan, now)  # the table was lost, with a connection say
         else:
             session.leased_at = 0.0  # renewed in this very turn: the answer to a repeated Hello
 
@@ -333,10 +338,12 @@ class Service:
 
     def _compare(self, session: Session, state: HookState) -> None:
         """Note what the server reports, and send its table again if it is not in force in time."""
-        session.state = state
+        previous, session.state = session.state, state
         now = self._clock()
         if state.epoch == session.epoch or state.source == DecisionSource.HALTED:
             session.repush_seconds = REPUSH_SECONDS
+        elif session.plan is not None and previous is not None and previous.epoch and not state.epoch:
+            self._push(session, session.plan, now)  # it gave its table up: we were not heard for too long
         elif session.plan is not None and now - session.pushed_at > session.repush_seconds:
             session.repush_seconds = min(2 * session.repush_seconds, 60.0)
             session.counters["tables_resent"] += 1

@@ -29,6 +29,7 @@ import random
 import signal
 import sys
 import time
+from bisect import insort_right
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from controller.surface import H200_8B, Surface
-from controller.workload import Arrival, Draws, SequentialDraws, Workload, bursty_workload
+from controller.workload import Arrival, Clients, Draws, SequentialDraws, Workload
 from sglang_hooks.agent import Agent, ServerFacts
 from sglang_hooks.broadcast import PolicyUpdate
 from sglang_hooks.settings import Settings, SettingsError
@@ -255,7 +256,7 @@ class SimServer:
         """``kv_tokens`` 0: no limit. ``agent``: instead of one made from ``settings`` and the steps.
 
         ``on_end`` hears of each request that ends, and when (seconds since the start); what it
-        returns arrives then, which closes the loop. ``resume_seconds``: what the first step with
+        returns arrives in its turn, which closes the loop. ``resume_seconds``: what the first step with
         drafts after one without takes longer, as where the draft model must catch up.
         ``context_length``: what it says of itself, in tokens; 0: nothing, so that contexts are not told apart.
         ``decode_limit``: at most so many of the running requests are decoded, by seconds since the
@@ -526,7 +527,7 @@ class SimServer:
         req.finished_len = req.output_tokens
         self._kv_reserved -= self.kv_needed(req)
         if self._on_end is not None and (following := self._on_end(req, self._elapsed())) is not None:
-            self._to_come.append(following)
+            insort_right(self._to_come, following, key=lambda arrival: arrival.at)
 
     def _wait_for(self, result: Result) -> None:
         """``result.copy_done.synchronize()``."""
@@ -545,7 +546,7 @@ class SimServer:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve the bursty workload in real time and write a Summary as JSON; 2 for wrong input.
+    """Serve the demo's clients in real time and write a Summary as JSON; 2 for wrong input.
 
     The plugin's options are read from the environment as on a real server; SIGTERM and
     SIGINT end the run early, with its summary.
@@ -570,9 +571,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not settings.endpoint:
             raise SettingsError("give --endpoint, or set SPECPILOT_ENDPOINT")
         rng = random.Random(options.seed)  # noqa: S311
-        workload = bursty_workload(options.seconds, rng)
+        clients = Clients(options.seconds, rng)
         server = SimServer(
-            settings, workload, H200_8B, rng, WallClock(), overlap=not options.no_overlap, context_length=CONTEXT_LENGTH
+            settings,
+            clients.workload,
+            H200_8B,
+            rng,
+            WallClock(),
+            overlap=not options.no_overlap,
+            context_length=CONTEXT_LENGTH,
+            on_end=clients.again,
         )
     except SettingsError as error:
         sys.stderr.write(f"specpilot: {error}\n")

@@ -173,18 +173,21 @@ def describe_table(table: DecisionTable) -> str:
 
     >>> describe_table(DecisionTable(3, 5.0, "threshold", [4, 5, 6], [], [3, 3, 0, 0], [[], [0], [3], []]))
     'batch 1-4: K=3 | 5: K=3 (keeps 0) | 6: K=0 (keeps 3) | 7+: K=0'
+    >>> print(describe_table(DecisionTable(3, 5.0, "goodput", [1, 2, 4], [512], [3, 3, 3, 0, 0, 0, 0, 0], [[]] * 8)))
+    context 0-512: batch 1-2: K=3 | 3+: K=0
+    context 513+: batch 1: K=3 | 2+: K=0
     """
     lines = []
     columns = len(table.context_edges) + 1
-    for column in range(columns):
+    for column, context in enumerate(range_names(table.context_edges, first=0)):
+        row = list(zip(table.choice[column::columns], table.keep[column::columns], strict=True))
+        # Neighbours that are alike are one.
+        last = [index for index in range(len(row)) if row[index : index + 1] != row[index + 1 : index + 2]]
+        batches = range_names([table.batch_edges[index] for index in last[:-1]], first=1)
         parts = []
-        for row, batch in enumerate(range_names(table.batch_edges, first=1)):
-            cell = row * columns + column
-            text = f"{batch}: K={table.choice[cell]}"
-            if table.keep[cell]:
-                text += f" (keeps {', '.join(map(str, table.keep[cell]))})"
-            parts.append(text)
-        context = range_names(table.context_edges, first=0)[column]
+        for batch, index in zip(batches, last, strict=True):
+            choice, keep = row[index]
+            parts.append(f"{batch}: K={choice}" + (f" (keeps {', '.join(map(str, keep))})" if keep else ""))
         lines.append(("" if columns == 1 else f"context {context}: ") + "batch " + " | ".join(parts))
     return "\n".join(lines)
 

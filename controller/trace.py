@@ -39,7 +39,7 @@ FORMAT_VERSION = 2
 """Of the segments; raise it with every change of SCHEMA or of the metadata."""
 BATCH_RECORDS = 4096
 """Largest record batch: it bounds what a reader holds at once (about 0.7 MB at batch size 16)."""
-RETRY_SECONDS = 10.0
+RETRY_SECONDS = 2.0
 MIN_SEGMENT_BYTES = 1 << 16
 """Smaller ones would be mostly header (2 kB); with total_bytes below 64 kB per server the bound gives way."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import heapq
 import math
 import random
 from bisect import bisect_right
@@ -146,47 +145,58 @@ def _accepted_runs(ring: npt.NDArray[np.float64], acceptance: float, longest: in
 
 # -- the demo's --
 
-QUIET_CLIENTS = 3
-BURST_CLIENTS = (42, 60)
-BURST_EVERY_SECONDS = 10.0
+LEVELS = ((0.0, 2), (0.12, 8), (0.35, 24), (0.48, 64), (0.8, 8))
+"""Clients at a time, from that part of a cycle on."""
+CYCLE_SECONDS = 10.0
+RISE_SECONDS = 0.4
 
 
-def bursty_workload(seconds: float, rng: random.Random) -> Workload:
-    """Return 1 to 3 requests at a time, bursts of 40 to 60 in between, and two changes of the text.
+class Clients:
+    """A closed loop: each client asks again once it has its answer, as long as so many are wanted.
 
-    About every 10 seconds comes a burst of 4. Code-like text, of which a draft model foresees
-    much (0.8), gives way to chat (0.45) and comes back.
+    About every 10 seconds 2 of them become 8, 24 and 64, and leave again. Code-like text, of which a draft
+    model foresees much (0.8), gives way to chat (0.55) and comes back.
+
+    >>> clients = Clients(20.0, random.Random(1))
+    >>> [clients.wanted(at) for at in (0.0, 2.0, 6.0, 9.0, 10.0, 19.9, 20.0)]
+    [2, 8, 64, 8, 2, 8, 0]
     """
-    bursts = max(1, round(seconds / BURST_EVERY_SECONDS))
-    length = seconds / bursts
-    arrivals: list[Arrival] = []
-    for index in range(bursts):
-        begin = (index + rng.uniform(0.36, 0.44)) * length
-        # The rates are guesses of what a request gets there; a server that does worse will queue.
-        crowd = rng.randint(*BURST_CLIENTS)
-        arrivals += _clients(begin, begin + 0.4 * length, crowd, 110.0, 0.05, rng)
-    arrivals += _clients(0.0, seconds, QUIET_CLIENTS, 300.0, 0.35, rng)
-    phases = (
-        Phase(0.0, "code-like", 0.8),
-        Phase(0.35 * seconds, "chat-like", 0.45),
-        Phase(0.75 * seconds, "code-like", 0.8),
-    )
-    return Workload(tuple(sorted(arrivals, key=lambda arrival: arrival.at)), phases)
 
+    def __init__(self, seconds: float, rng: random.Random) -> None:
+        self._rng = rng
+        cycles = max(1, round(seconds / CYCLE_SECONDS))
+        length = seconds / cycles
+        self._levels = [((cycle + begin) * length, count) for cycle in range(cycles) for begin, count in LEVELS]
+        self._levels.append((seconds, 0))
+        rises: list[float] = []
+        before = 0
+        for at, count in self._levels:
+            rises += [at + rng.uniform(0.0, RISE_SECONDS) for _ in range(count - before)]
+            before = count
+        self._rises = sorted(rises)
+        self._left = 0
+        phases = (
+            Phase(0.0, "code-like", 0.8),
+            Phase(0.35 * seconds, "chat-like", 0.55),
+            Phase(0.75 * seconds, "code-like", 0.8),
+        )
+        self.workload = Workload(tuple(self._request(at) for at in self._rises), phases)
+        """The first request of every client."""
 
-def _clients(
-    begin: float, end: float, count: int, tokens_per_second: float, pause: float, rng: random.Random
-) -> list[Arrival]:
-    """Clients that each ask again some ``pause`` seconds after their answer should have come."""
-    arrivals = []
-    waiting = [begin + rng.uniform(0.0, 0.4) for _ in range(count)]
-    heapq.heapify(waiting)
-    while (at := heapq.heappop(waiting)) < end:
-        arrival = Arrival(at, rng.randint(64, 256), int(rng.triangular(40, 400, 160)))
-        arrivals.append(arrival)
-        answer = arrival.output_tokens / tokens_per_second
-        heapq.heappush(waiting, at + answer + rng.expovariate(1.0 / pause))
-    return arrivals
+    def wanted(self, at: float) -> int:
+        """Return how many are to be there ``at`` seconds after the start."""
+        return self._levels[bisect_right(self._levels, at, key=lambda level: level[0]) - 1][1]
+
+    def again(self, _: object, at: float) -> Arrival | None:
+        """Return the next request of a client that has its answer, or None if it leaves: for ``SimServer.on_end``."""
+        there = bisect_right(self._rises, at) - self._left
+        if there > self.wanted(at):
+            self._left += 1
+            return None
+        return self._request(at)
+
+    def _request(self, at: float) -> Arrival:
+        return Arrival(at, self._rng.randint(64, 256), int(self._rng.triangular(40, 400, 160)))
 
 
 # -- replay's --

@@ -44,7 +44,7 @@ AllGather = Callable[[tuple[int, int, int]], list[tuple[int, int, int]]]
 class PolicyUpdate:
     """A change of the policy that rides SGLang's request broadcast (pickled there, by SGLang).
 
-    Exactly one of the fields is meant: a table to adopt, a source to change to, or a check.
+    A table to adopt, then a source to change to, then a check; each may be missing.
     """
 
     table: CompiledTable | None = None
@@ -74,23 +74,33 @@ class UpdateSource:
 
         Costs well under a microsecond when nothing did: this runs on the scheduler thread.
         """
-        policy, mailbox = self._policy, self._mailbox
+        policy = self._policy
         if policy.source == DecisionSource.HALTED:
             return None
+        update = self._change(now)
         if self._ranks > 1 and policy.forward_iter >= self._next_check:
+            # Rides on the change, if there is one: neither may keep the other waiting for a pass.
             self._next_check = policy.forward_iter + self._check_steps
-            return PolicyUpdate(check=True, halt_steps=policy.halt_steps)
-        if mailbox.table is not None and self._may_change(now):
-            delivery = mailbox.take()
-            self._changed(now)
-            self._deadline = delivery.deadline
-            self._next_check = min(self._next_check, policy.forward_iter + CHECK_AFTER_CHANGE)
-            return PolicyUpdate(table=delivery.table)
+            table, source = (update.table, update.source) if update is not None else (None, None)
+            return PolicyUpdate(table, source, check=True, halt_steps=policy.halt_steps)
+        return update
+
+    def _change(self, now: float) -> PolicyUpdate | None:
+        policy, mailbox = self._policy, self._mailbox
+        if mailbox.tables and self._may_change(now):
+            delivery = mailbox.tables.popleft()
+            deadline = self._renewed(delivery.deadline, delivery.table.epoch)
+            if now <= deadline + self._stale_seconds:
+                self._changed(now)
+                self._deadline = deadline
+                self._next_check = min(self._next_check, policy.forward_iter + CHECK_AFTER_CHANGE)
+                # It may have waited for longer than its lease, behind a long prefill.
+                late = now > deadline
+                return PolicyUpdate(table=delivery.table, source=DecisionSource.STALE if late else None)
         if policy.source == DecisionSource.FALLBACK:
             return None
-        lease_epoch, lease_deadline = mailbox.lease
-        if policy.table is not None and lease_epoch == policy.table.epoch:
-            self._deadline = max(self._deadline, lease_deadline)
+        if policy.table is not None:
+            self._deadline = self._renewed(self._deadline, policy.table.epoch)
         if now <= self._deadline:
             if policy.source == DecisionSource.TABLE or not self._may_change(now):
                 return None
@@ -102,6 +112,10 @@ class UpdateSource:
         if policy.source == DecisionSource.TABLE:
             return PolicyUpdate(source=DecisionSource.STALE)
         return None
+
+    def _renewed(self, deadline: float, epoch: int) -> float:
+        lease_epoch, lease_deadline = self._mailbox.lease
+        return max(deadline, lease_deadline) if lease_epoch == epoch else deadline
 
     def _may_change(self, now: float) -> bool:
         return now >= self._due - BURST * self._min_interval
@@ -129,9 +143,9 @@ def apply_update(
     """Every rank: carry out one update, called by SGLang's dispatcher in broadcast order."""
     if update.table is not None:
         policy.adopt(update.table)
-    elif update.source is not None:
+    if update.source is not None:
         policy.set_source(update.source)
-    elif update.check:
+    if update.check:
         epoch = policy.table.epoch if policy.table is not None else 0
         held = all_gather((epoch, policy.decision_hash, settings_hash))
         if all(one == held[0] for one in held):

@@ -228,11 +228,13 @@ class Failure(NamedTuple):
 
 
 class Watch:
-    """Failed handshakes of one socket; close it before the socket."""
+    """Failed handshakes of one socket, and with ``ends`` the end of a connection; close it before the socket."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], ends: bool = False) -> None:
         self._socket = socket
-        self._monitor = socket.get_monitor_socket(_FAILURES)
+        self._monitor = socket.get_monitor_socket(_FAILURES | (zmq.EVENT_DISCONNECTED if ends else 0))
+        self.ended = False
+        """Whether a connection has ended, as far as ``failures`` has read."""
 
     def failures(self, limit: int = 1000) -> list[Failure]:
         """Return what was reported since the last call, at most ``limit``; never waits."""
@@ -242,12 +244,16 @@ class Watch:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 break
-            found.append(Failure(event["event"], event["value"]))
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                self.ended = True
+            else:
+                found.append(Failure(event["event"], event["value"]))
         return found
 
     def close(self) -> None:
         """Stop watching."""
         self.failures()  # its queue is bounded and may be full: ending it would wait for room
+        # Before its reader is closed: ZMQ's own thread would wait for one for ever.
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
 

@@ -5,8 +5,8 @@ drains, and a table arrives in a mailbox that the scheduler's next receiving pas
 Both are plain attribute and deque operations. When the controller does not read, sends fail
 at once, the queue fills, and new records are dropped and counted.
 
-Thread-safety: the queue is a ``deque`` (atomic append and popleft); the mailbox's fields are
-each replaced by one assignment, written here and read, or cleared, by the scheduler thread.
+Thread-safety: the queue and the waiting table are ``deque``s, whose append and popleft are
+atomic; the lease is a tuple, replaced by one assignment.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import zmq
 
-from sglang_hooks.connection import EndpointError, KeyFiles, Watch, connect
+from sglang_hooks.connection import HANDSHAKE_SECONDS, EndpointError, KeyFiles, Watch, connect
 from sglang_hooks.counters import Announcer
 from sglang_hooks.table_policy import CompiledTable, TableError
 from sglang_hooks.wire import (
-    MAX_MESSAGE_BYTES,
+    MAX_TABLE_BYTES,
     DecisionTable,
     FrameDecoder,
     Hello,
@@ -47,9 +47,14 @@ STATE_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
 """Without a word from the controller for this long, Hello is repeated: it may have restarted."""
 
-REBUILD_SECONDS = 10.0
-"""With nothing sent or heard for this long the socket is made anew: after a frame that is too
-large, or not ZMTP, libzmq gives a connection up without ever trying it again."""
+RECONNECT_SECONDS = 0.2
+"""Between two attempts to connect, and after a connection that ended or an error."""
+
+MESSAGES_PER_TURN = 16
+"""Taken in before DRAIN_SECONDS of rest: decoding holds the GIL, which the scheduler thread needs."""
+
+UNANSWERED_SECONDS = 10.0
+"""With nothing sent or heard for this long the operator is told."""
 
 RETRY_SECONDS = 1.0
 """Between two looks at a folder or keys that cannot be used, and before a refused key is tried again."""
@@ -62,6 +67,9 @@ STOP_SECONDS = 0.5
 
 BATCH_RECORDS = 32
 """Per frame: encoding holds the GIL, and 32 records at batch size 256 take it for about 70 us."""
+
+MAX_LEAP = 1 << 40
+"""Of the epoch from one table to the next: one lie must not use up the numbers that honest tables need."""
 
 SEND_HIGH_WATER = 256
 """Frames ZMQ may hold for a controller that does not read: about 8,000 records."""
@@ -79,15 +87,10 @@ class Mailbox:
     """What the controller last sent, for the scheduler thread of rank 0 to take."""
 
     def __init__(self) -> None:
-        self.table: Delivery | None = None
+        self.tables: deque[Delivery] = deque(maxlen=1)
+        """The newest table that was not taken yet; popped, never cleared: another may arrive in between."""
         self.lease: tuple[int, float] = (0, 0.0)
-
-    def take(self) -> Delivery:
-        """Return and clear the waiting table; call only when there is one."""
-        delivery = self.table
-        assert delivery is not None
-        self.table = None
-        return delivery
+        """Epoch of the newest table, and until when it may be in force."""
 
 
 class RecordQueue:
@@ -140,7 +143,7 @@ class Link(threading.Thread):
         self._queue = queue
         self._mailbox = mailbox
         self._candidates = tuple(candidate_steps)
-        self._decoder = FrameDecoder(ToHook)
+        self._decoder = FrameDecoder(ToHook, MAX_TABLE_BYTES)
         self._newest_epoch = self._refused_epoch = 0
         self._stopping = threading.Event()
         self._said: set[str] = set()
@@ -152,6 +155,7 @@ class Link(threading.Thread):
             "messages_refused": 0,
             "leases_ignored": 0,
             "link_rebuilds": 0,
+            "link_failures": 0,
             "handshakes_failed": 0,
         }
         self._announcer = Announcer()
@@ -167,20 +171,29 @@ class Link(threading.Thread):
         return self._newest_epoch
 
     def run(self) -> None:
-        """Thread body: until ``stop``, or the process ends."""
-        context = zmq.Context()
-        try:
-            while not self._session(context):
-                pass
-        except Exception:
-            # Nothing here may reach the server; without this thread the lease runs out by itself.
-            logger.exception("specpilot: the link to %s has ended, the server goes on without it", self._endpoint)
-        finally:
-            context.destroy(linger=0)
+        """Thread body: until ``stop``, or the process ends. Nothing that fails here may reach the server."""
+        while True:
+            context = None
+            try:
+                context = zmq.Context()
+                while not self._session(context):
+                    pass
+                return
+            except Exception:  # out of file descriptors, say; until it is over the lease runs out by itself
+                self._count("link_failures", f"the link to {self._endpoint} failed and begins anew", exc_info=True)
+            finally:
+                if context is not None:
+                    context.destroy(linger=0)
+            if self._stopping.wait(RECONNECT_SECONDS):
+                return
 
     def _session(self, context: zmq.Context[zmq.Socket[bytes]]) -> bool:
-        """Live with one socket until it must be made anew (False) or the thread ends (True)."""
-        with context.socket(zmq.DEALER) as socket, Watch(socket) as watch:
+        """Use one socket until its connection ends (False) or the thread does (True).
+
+        A new one each time: after a frame that is too large, or not ZMTP, libzmq would not connect again.
+        """
+        self._refused_epoch = 0
+        with context.socket(zmq.DEALER) as socket, Watch(socket, ends=True) as watch:
             self._configure(socket)
             try:
                 connect(socket, self._endpoint, self._keys)
@@ -189,22 +202,23 @@ class Link(threading.Thread):
                 if not isinstance(error, FileNotFoundError):
                     self._complain(str(error))
                 return self._stopping.wait(RETRY_SECONDS)
-            ended = self._serve(socket, watch)
-            self.counters["link_rebuilds"] += not ended
-            return ended
+            if self._serve(socket, watch):
+                return True
+        self.counters["link_rebuilds"] += 1
+        return self._stopping.wait(RECONNECT_SECONDS)
 
     def _configure(self, socket: zmq.Socket[bytes]) -> None:
         socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
         socket.setsockopt(zmq.RCVHWM, SEND_HIGH_WATER)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_TABLE_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
         # Do not queue for a controller that is not there: records wait in our own bounded queue.
         socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        socket.setsockopt(zmq.RECONNECT_IVL, int(RECONNECT_SECONDS * 1000))
+        socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000))
 
     def _serve(self, socket: zmq.Socket[bytes], watch: Watch) -> bool:
-        """Talk over one socket until it must be rebuilt (False) or the thread ends (True)."""
+        """Talk until the connection ends (False) or the thread does (True)."""
         next_state = next_hello = 0.0
         greeted = False
         heard_at = float("-inf")
@@ -230,7 +244,7 @@ class Link(threading.Thread):
                 sent = self._send(socket, encode(state))
                 next_state, last_said = now + STATE_SECONDS, said
             if greeted:
-                sent = self._send_records(socket) or sent
+                self._send_records(socket)
             if stopping:
                 socket.setsockopt(zmq.LINGER, int(STOP_SECONDS * 1000))
                 return True
@@ -241,10 +255,9 @@ class Link(threading.Thread):
                     retry_at = min(retry_at, now + RETRY_SECONDS)
             if sent or heard_at > alive_at:
                 alive_at = now
-            elif now - alive_at > REBUILD_SECONDS:
-                self._complain(f"nothing answers there for {REBUILD_SECONDS:g} s: is it started, and reachable?")
-                return False
-            if now >= retry_at:
+            elif now - alive_at > UNANSWERED_SECONDS:
+                self._complain(f"nothing answers there for {UNANSWERED_SECONDS:g} s: is it started, and reachable?")
+            if now >= retry_at or (watch.ended and retry_at == float("inf")):
                 return False
 
     def _send(self, socket: zmq.Socket[bytes], frame: bytes) -> bool:
@@ -254,20 +267,22 @@ class Link(threading.Thread):
             return False
         return True
 
-    def _send_records(self, socket: zmq.Socket[bytes]) -> bool:
-        """Send what is queued, as far as it is taken; return whether anything was."""
-        sent = False
+    def _send_records(self, socket: zmq.Socket[bytes]) -> None:
+        """Send what is queued, as far as it is taken."""
         while records := self._queue.take(BATCH_RECORDS):
-            if not self._send(socket, encode(StepBatch(records, self._queue.dropped))):
+            try:
+                frame = encode(StepBatch(records, self._queue.dropped))
+            except Exception:  # a value that SGLang never gave before: not to be tried again
+                self._queue.dropped += len(records)
+                raise
+            if not self._send(socket, frame):
                 self._queue.put_back(records)
                 break
-            sent = True
-        return sent
 
     def _receive(self, socket: zmq.Socket[bytes]) -> bool:
-        """Take every waiting message; return False if the controller asked who we are."""
+        """Take the waiting messages; return False if the controller must hear who we are, and of which epoch."""
         known = True
-        while True:
+        for _ in range(MESSAGES_PER_TURN):
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -277,38 +292,46 @@ class Link(threading.Thread):
                     raise WireError(f"{len(frames)} frames instead of 1")
                 message = self._decoder.decode(frames[0])
             except WireError as error:
-                self._refuse("messages_refused", f"a message was ignored: {error}")
+                self._count("messages_refused", f"a message was ignored: {error}")
                 continue
             if isinstance(message, DecisionTable):
-                self._take_table(message)
+                known &= self._take_table(message)
             elif isinstance(message, Lease):
-                self._take_lease(message)
+                known &= self._take_lease(message)
             elif isinstance(message, HelloRequest):
                 known = False
+        self._stopping.wait(DRAIN_SECONDS)
+        return known
 
-    def _take_table(self, table: DecisionTable) -> None:
+    def _take_table(self, table: DecisionTable) -> bool:
+        """Return False for an old one: whoever sent it must hear which epoch is the newest here."""
         self.counters["tables_received"] += 1
         if table.epoch <= self._newest_epoch:
-            self._refuse("tables_replayed", f"table of epoch {table.epoch} is not newer than {self._newest_epoch}")
-            return
+            self._count("tables_replayed", f"table of epoch {table.epoch} is not newer than {self._newest_epoch}")
+            return False
         try:
+            if table.epoch > self._newest_epoch + MAX_LEAP:
+                raise TableError(f"its epoch {table.epoch} leaps from {self._newest_epoch}")
             compiled = CompiledTable.compile(table, self._candidates)
         except TableError as error:
             self._refused_epoch = table.epoch
-            self._refuse("tables_refused", f"a table of policy {table.policy!r} was refused: {error}")
-            return
+            self._count("tables_refused", f"a table of policy {table.policy!r} was refused: {error}")
+            return True
         now = monotonic()
-        self._newest_epoch = table.epoch
+        self._newest_epoch, self._refused_epoch = table.epoch, 0
         self._mailbox.lease = (table.epoch, now + table.lease_seconds)
-        self._mailbox.table = Delivery(compiled, now + table.lease_seconds, now)
+        self._mailbox.tables.append(Delivery(compiled, now + table.lease_seconds, now))
+        return True
 
-    def _take_lease(self, lease: Lease) -> None:
+    def _take_lease(self, lease: Lease) -> bool:
+        """Return False for one of another table: either side has missed one."""
         if lease.epoch in (0, self._refused_epoch):
-            return  # a sign of life, of no table or of one that was refused and counted
+            return True  # a sign of life, of no table or of one that was refused and counted
         if lease.epoch != self._newest_epoch or not 0.0 < lease.lease_seconds < float("inf"):
-            self._refuse("leases_ignored", f"lease for epoch {lease.epoch}, the newest table is {self._newest_epoch}")
-            return
+            self._count("leases_ignored", f"lease for epoch {lease.epoch}, the newest table is {self._newest_epoch}")
+            return lease.epoch == self._newest_epoch
         self._mailbox.lease = (lease.epoch, monotonic() + lease.lease_seconds)
+        return True
 
     def _complain(self, cause: str) -> None:
         """Log why there is no connection, once an hour for each cause."""
@@ -317,9 +340,9 @@ class Link(threading.Thread):
             self._complained_at[cause] = now
             logger.warning("specpilot: no connection to the controller at %s: %s", self._endpoint, cause)
 
-    def _refuse(self, counter: str, text: str) -> None:
+    def _count(self, counter: str, text: str, exc_info: bool = False) -> None:
         """Count, and log once per kind: a controller gone wrong must not fill the server's log."""
         self.counters[counter] += 1
         if counter not in self._said:
             self._said.add(counter)
-            logger.warning("specpilot: %s (counted from now on as %s)", text, counter)
+            logger.warning("specpilot: %s (counted from now on as %s)", text, counter, exc_info=exc_info)

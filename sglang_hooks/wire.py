@@ -20,7 +20,10 @@ import msgspec
 
 WIRE_VERSION = 2
 MAX_MESSAGE_BYTES = 1 << 20
-"""A StepBatch of 32 records at batch size 4096 is about 0.4 MB; a table a few kB."""
+"""A StepBatch of 32 records at batch size 4096 is about 0.4 MB."""
+MAX_TABLE_BYTES = 256 << 10
+"""Of what a server is sent, which takes its interpreter's lock to decode: about 6 ms at worst. The largest
+table, 512 x 8 cells with three alternatives each, is below 200 kB, a usual one a few kB."""
 MAX_REPORT_BYTES = 16 << 20
 """Of a StatusReport, which only an operator's client reads: some 10 kB a server."""
 
@@ -289,14 +292,15 @@ class FrameDecoder:
     sglang_hooks.wire.WireError: wire version 120, this side speaks 2: run the same specpilot on both
     """
 
-    def __init__(self, expected: object, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, expected: object, limit: int = MAX_MESSAGE_BYTES) -> None:
+        """``limit`` in bytes of a frame."""
         self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(expected)
+        self._limit = limit
 
     def decode(self, frame: bytes | memoryview) -> object:
         """Return the message in ``frame``; raise WireError for anything else."""
-        if len(frame) > self._max_bytes:
-            raise WireError(f"message of {len(frame)} bytes, the limit is {self._max_bytes}")
+        if len(frame) > self._limit:
+            raise WireError(f"message of {len(frame)} bytes, the limit is {self._limit}")
         if len(frame) < 2:
             raise WireError("empty message" if not frame else _version_text(frame[0]) or "truncated message")
         if frame[0] != WIRE_VERSION:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,10 +12,10 @@ import pytest
 
 from sglang_hooks import link as link_module
 from sglang_hooks.agent import Agent, ServerFacts
-from sglang_hooks.broadcast import BURST
+from sglang_hooks.broadcast import BURST, Confirmation, UpdateSource, apply_update
 from sglang_hooks.settings import Settings
-from sglang_hooks.table_policy import TablePolicy
-from sglang_hooks.wire import MAX_MESSAGE_BYTES, WIRE_VERSION, DecisionSource, HelloRequest, Lease, encode
+from sglang_hooks.table_policy import CompiledTable, TablePolicy
+from sglang_hooks.wire import MAX_TABLE_BYTES, WIRE_VERSION, DecisionSource, HelloRequest, Lease, encode
 from tests.messages import record, table
 from tests.peers import Peer
 
@@ -99,12 +100,9 @@ def test_bad_messages_are_counted_and_change_nothing(frame: bytes, start: Start,
         assert sum(sent[name] for name in refusals) == 1
 
 
-@pytest.mark.parametrize("size", [MAX_MESSAGE_BYTES + 1, 4 * MAX_MESSAGE_BYTES])
-def test_the_link_survives_an_oversized_message(
-    size: int, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("size", [MAX_TABLE_BYTES + 1, 4 * MAX_TABLE_BYTES])
+def test_the_link_survives_an_oversized_message(size: int, start: Start, tmp_path: Path) -> None:
     """ZMQ gives such a connection up for good; the link must make itself a new one."""
-    monkeypatch.setattr(link_module, "REBUILD_SECONDS", 0.5)
     agent = start()
     with Peer(tmp_path) as peer:
         peer.hello()
@@ -191,7 +189,7 @@ def test_leases_too_short_to_live_cost_no_broadcast_a_pass(start: Start, tmp_pat
     agent = start(min_table_interval_seconds=0.3)
     with Peer(tmp_path) as peer:
         peer.hello()
-        peer.send_table(table(epoch=1, steps=0, lease_seconds=0.001), agent)
+        peer.send_table(table(epoch=1, steps=0, lease_seconds=0.3), agent)
         updates = 0
         begun = time.monotonic()
         for _ in range(300):
@@ -262,3 +260,112 @@ def test_queued_records_are_sent_when_the_server_stops(start: Start, tmp_path: P
             agent._queue.put(record(record_seq=seq))
         agent.stop()
         assert [r.record_seq for r in peer.records(500)] == list(range(500))
+
+
+def test_a_table_that_waited_for_longer_than_its_lease_explores_nothing(start: Start, tmp_path: Path) -> None:
+    """Behind a long prefill, say; and one that is older than ``stale_seconds`` too is not taken at all."""
+    agent = start(stale_seconds=0.5)
+    with Peer(tmp_path) as peer:
+        peer.hello()
+        peer.send_table(table(epoch=1, steps=0, lease_seconds=0.05), agent)
+        time.sleep(0.1)
+        passes(agent)
+        assert agent.policy.source == DecisionSource.STALE
+        assert agent.policy.lease_expiries == 1
+        peer.send_table(table(epoch=2, steps=1, lease_seconds=0.05), agent)
+        time.sleep(0.7)
+        passes(agent)
+        assert agent.policy.source == DecisionSource.FALLBACK
+        assert agent.policy.table is None
+
+
+def test_a_comparison_of_the_ranks_delays_no_expiry() -> None:
+    settings = Settings(check_steps=1, stale_seconds=0.0)
+    policy = TablePolicy(settings, [0, 1, 3], 3)
+    mailbox = link_module.Mailbox()
+    source = UpdateSource(settings, policy, mailbox, ranks=2)
+    mailbox.tables.append(link_module.Delivery(CompiledTable.compile(table(steps=0), [0, 1, 3]), 10.0, 0.0))
+    for now, expected in ((1.0, DecisionSource.TABLE), (11.0, DecisionSource.FALLBACK)):
+        policy.forward_iter += 1
+        update = source.poll(now)
+        assert update is not None
+        assert update.check  # due at every pass, and on board of the change
+        apply_update(update, policy, 0, lambda value: [value, value], Confirmation())
+        assert policy.source == expected
+
+
+def test_a_record_that_cannot_be_encoded_is_dropped_and_counted(start: Start, tmp_path: Path) -> None:
+    agent = start()
+    with Peer(tmp_path) as peer:
+        peer.hello()
+        agent._queue.put(record(record_seq=0, steps=object()))
+        wait(lambda: agent._queue.dropped == 1)
+        agent._queue.put(record(record_seq=1))
+        assert peer.records(1)[0].record_seq == 1
+        peer.until(lambda: peer.states and peer.states[-1].counters["link_failures"] == 1)
+
+
+def test_whoever_knows_another_epoch_is_told_ours(start: Start, tmp_path: Path) -> None:
+    agent = start()
+    with Peer(tmp_path) as peer:
+        peer.hello()
+        peer.send_table(table(epoch=5, steps=0), agent)
+        for message in (table(epoch=4), Lease(3, 5.0), Lease(7, 5.0)):
+            greeted = len(peer.hellos)
+            peer.send(message)
+            peer.until(lambda greeted=greeted: len(peer.hellos) > greeted)
+            assert peer.hellos[-1].epoch == 5
+
+
+def test_a_table_that_was_refused_leaves_nothing_to_the_next_of_its_epoch(start: Start, tmp_path: Path) -> None:
+    agent = start()
+    with Peer(tmp_path) as peer:
+        peer.hello()
+        peer.send(table(epoch=1, steps=2))
+        peer.send_table(table(epoch=1, steps=0, lease_seconds=0.3), agent)
+        passes(agent)
+        assert agent._source is not None
+        peer.send(Lease(1, 60.0))
+        wait(lambda: agent._source._mailbox.lease[1] > time.monotonic() + 50.0)  # type: ignore[union-attr]
+
+
+def test_one_lie_does_not_use_up_the_epochs(start: Start, tmp_path: Path) -> None:
+    agent = start()
+    with Peer(tmp_path) as peer:
+        peer.hello()
+        peer.send(table(epoch=(1 << 53) - 1))
+        wait(lambda: agent._link.counters["tables_refused"] == 1)  # type: ignore[union-attr]
+        peer.send_table(table(epoch=1, steps=0), agent)
+        passes(agent)
+        assert agent.policy.get_steps_for_batch(1) == 0
+
+
+def test_a_flood_of_messages_is_read_in_turns(start: Start, tmp_path: Path) -> None:
+    """Decoding holds the lock that the scheduler thread needs."""
+    agent = start()
+    counters = agent._link.counters  # type: ignore[union-attr]
+    with Peer(tmp_path) as peer:
+        peer.hello()
+        flood = 10 * link_module.MESSAGES_PER_TURN
+        begun = time.monotonic()
+        for _ in range(flood):
+            peer.send_raw(b"\xff")
+        wait(lambda: counters["messages_refused"] == flood)
+        assert time.monotonic() - begun >= 9 * link_module.DRAIN_SECONDS
+
+
+def test_connections_that_end_at_once_are_tried_anew(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often, and whatever ZMQ still has to say of them when their socket is closed."""
+    monkeypatch.setattr(link_module, "RECONNECT_SECONDS", 0.001)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{tmp_path}/c.ipc")
+        listener.listen()
+        listener.settimeout(10)
+        start()
+        for _ in range(1000):
+            listener.accept()[0].close()
+    (tmp_path / "c.ipc").unlink()
+    with Peer(tmp_path) as peer:
+        peer.hello()

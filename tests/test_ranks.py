@@ -53,7 +53,7 @@ def run_ranks(tmp_path: Path, scenario: str, world: int = 2) -> tuple[list[dict[
                 )
                 time.sleep(draws.choice([0.0, 0.002, 0.005, 0.02]))
                 if epoch % 50 == 0:
-                    time.sleep(0.2)  # the lease runs out, and comes back
+                    time.sleep(0.8 if epoch % 500 == 0 else 0.2)  # the lease runs out, and comes back, or too late
                     peer.send(Lease(epoch, 0.05))
                 peer.poll(0.0)
         finally:

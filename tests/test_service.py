@@ -21,6 +21,7 @@ from controller.config import (
     ControllerConfig,
     GoodputPolicy,
     PriorConfig,
+    ThresholdPolicy,
     TraceConfig,
     load_config,
 )
@@ -31,7 +32,19 @@ from policies.interface import Grid, Plan, Policy
 from sglang_hooks.agent import Agent, ServerFacts
 from sglang_hooks.settings import Settings
 from sglang_hooks.table_policy import TablePolicy
-from sglang_hooks.wire import MAX_MESSAGE_BYTES, WIRE_VERSION, DecisionSource, Hello, StepBatch, StepRecord, encode
+from sglang_hooks.wire import (
+    MAX_MESSAGE_BYTES,
+    WIRE_VERSION,
+    DecisionSource,
+    DecisionTable,
+    FrameDecoder,
+    Hello,
+    HookState,
+    StepBatch,
+    StepRecord,
+    ToHook,
+    encode,
+)
 from tests.messages import hello, record
 
 THRESHOLD = '[policy]\nname = "threshold"\nthreshold = 5\nsteps = 3\nband = 1\n'
@@ -50,6 +63,7 @@ class Controller:
         self.config = folder / "controller.toml"
         self.config.write_text(
             f'[controller]\nendpoint = "{self.endpoint}"\n{controller}\n{policy}\n'
+            '[web]\nlisten = "127.0.0.1:0"\n'  # several controllers run side by side
             f'[trace]\ndirectory = "{folder}/trace"\nflush_seconds = 0.1\n{trace}\n'
         )
         self.process: subprocess.Popen[str] | None = None
@@ -335,7 +349,7 @@ def test_a_policy_that_fails_for_one_server_goes_on_for_the_others(
 ) -> None:
     monkeypatch.setattr("controller.config.ThresholdPolicy.build", lambda self, prior=None: Failing())
     settings = ControllerConfig(endpoint=f"ipc://{tmp_path}/c.ipc", lease_seconds=0.5)
-    service = Service(Config(controller=settings, trace=TraceConfig(directory="")))
+    service = Service(Config(controller=settings, policy=ThresholdPolicy(5), trace=TraceConfig(directory="")))
     good, bad = agents(settings.endpoint, "good"), agents(settings.endpoint, "bad")
     agents(settings.endpoint, "undecidable")
     until(lambda: service.turn() or (in_command(good) and in_command(bad)))
@@ -441,6 +455,7 @@ def test_records_of_a_server_that_nobody_asked_yet_are_kept(tmp_path: Path) -> N
     """After a restart of the controller they arrive before the answer to its question."""
     config = Config(
         controller=ControllerConfig(endpoint=f"ipc://{tmp_path}/c.ipc"),
+        policy=ThresholdPolicy(5),
         trace=TraceConfig(directory=str(tmp_path / "t")),
     )
     service = Service(config)
@@ -457,6 +472,49 @@ def test_records_of_a_server_that_nobody_asked_yet_are_kept(tmp_path: Path) -> N
         assert (status.records_lost, status.pending_epoch) == (1, 7)
     service.stop()
     service.run()
+
+
+def test_a_table_that_was_lost_or_given_up_is_sent_again_at_once(tmp_path: Path) -> None:
+    config = Config(
+        controller=ControllerConfig(endpoint=f"ipc://{tmp_path}/c.ipc", decide_seconds=3600.0),
+        trace=TraceConfig(directory=""),
+    )
+    now = 100.0
+    service = Service(config, clock=lambda: now)
+    decoder = FrameDecoder(ToHook)
+
+    def epochs() -> list[int]:
+        for _ in range(3):
+            service.turn()
+        sent = []
+        while server.poll(0):
+            message = decoder.decode(server.recv())
+            sent += [message.epoch] if isinstance(message, DecisionTable) else []
+        return sent
+
+    with zmq.Context() as context, context.socket(zmq.DEALER) as server:
+        server.connect(config.controller.endpoint)
+        server.send(encode(hello(epoch=0)))
+        assert epochs() == [1]
+        server.send(encode(hello(epoch=0)))
+        assert epochs() == []  # it may be on its way
+        now += 0.6
+        server.send(encode(hello(epoch=0)))
+        assert epochs() == [2]
+        server.send(encode(state(DecisionSource.TABLE, 2)))
+        server.send(encode(state(DecisionSource.FALLBACK, 0)))
+        assert epochs() == [3]
+        server.send(encode(state(DecisionSource.FALLBACK, 0)))
+        assert epochs() == []  # as it still is, until the new one arrives
+        server.send(encode(state(DecisionSource.STALE, 2)))
+        server.send(encode(state(DecisionSource.FALLBACK, 0)))
+        assert epochs() == [4]  # an older one: ours was too late to be taken
+    service.stop()
+    service.run()
+
+
+def state(source: DecisionSource, epoch: int) -> HookState:
+    return HookState("i1", source, epoch, epoch, 1, 3, 1, {}, "")
 
 
 def test_a_full_or_broken_trace_never_stops_control(make: Make, agents: Agents) -> None:
@@ -481,6 +539,7 @@ def test_a_full_or_broken_trace_never_stops_control(make: Make, agents: Agents) 
     ("text", "says"),
     [
         ('[policy]\nname = "threshold"\nthreshhold = 5', "threshhold"),
+        ('[policy]\nname = "threshold"', "missing required field `threshold`"),
         ('[policy]\nname = "learned"', r"'learned' - at `\$\.policy\.name`"),
         ('[policy]\nname = "static"', "steps"),
         ('[policy]\nname = "threshold"\nthreshold = 3\nband = 3', r"band = 3 must be smaller than threshold = 3"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import random
@@ -20,7 +19,7 @@ import zmq
 
 from controller.simserver import CANDIDATE_STEPS, SimServer, VirtualClock, WallClock
 from controller.surface import H200_8B, LatencySurface, acceptance_length
-from controller.workload import Arrival, Phase, Workload, bursty_workload
+from controller.workload import Arrival, Clients, Phase, Workload
 from sglang_hooks.link import Delivery
 from sglang_hooks.settings import Settings
 from sglang_hooks.table_policy import CompiledTable
@@ -57,7 +56,7 @@ def mixed_workload(seed: int, crowds: int) -> Workload:
     return Workload(tuple(arrivals), (Phase(0.0, "one", 0.8), Phase(at / 2, "other", 0.3)))
 
 
-def make_server(tmp_path: Path, workload: Workload, seed: int = 1, overlap: bool = True) -> SimServer:
+def make_server(tmp_path: Path, asked: Workload | Clients, seed: int = 1, overlap: bool = True) -> SimServer:
     # Nobody listens there: records stay in the queue, and the link's thread puts back what it took.
     settings = Settings(
         endpoint=f"ipc://{tmp_path}/none.ipc",
@@ -67,12 +66,13 @@ def make_server(tmp_path: Path, workload: Workload, seed: int = 1, overlap: bool
     )
     return SimServer(
         settings,
-        workload,
+        asked.workload if isinstance(asked, Clients) else asked,
         H200_8B,
         random.Random(seed),
         VirtualClock(),
         overlap=overlap,
         max_running_requests=80,
+        on_end=asked.again if isinstance(asked, Clients) else None,
     )
 
 
@@ -92,7 +92,7 @@ def deliver(server: SimServer, table: DecisionTable) -> None:
     """Put a table where the link puts it: the next receiving pass broadcasts it."""
     source = server.agent._source
     assert source is not None
-    source._mailbox.table = Delivery(CompiledTable.compile(table, CANDIDATE_STEPS), float("inf"), 0.0)
+    source._mailbox.tables.append(Delivery(CompiledTable.compile(table, CANDIDATE_STEPS), float("inf"), 0.0))
 
 
 def change_tables(server: SimServer, turn: int) -> None:
@@ -184,7 +184,7 @@ def test_context_and_load_are_those_of_the_launch(tmp_path: Path, overlap: bool)
 @LOOPS
 def test_the_same_seed_gives_the_same_records(tmp_path: Path, overlap: bool) -> None:
     def records(seed: int) -> list[StepRecord]:
-        server = make_server(tmp_path, bursty_workload(20.0, random.Random(seed)), seed, overlap)
+        server = make_server(tmp_path, Clients(20.0, random.Random(seed)), seed, overlap)
         return [msgspec.structs.replace(record, time=0.0) for record in serve(server, change_tables)]
 
     first = records(7)
@@ -238,14 +238,14 @@ def test_records_and_tables_travel_over_a_real_socket(tmp_path: Path) -> None:
         H200_8B.prefill_base_seconds / 10,
         H200_8B.prefill_seconds_per_token / 10,
     )
-    slow = bursty_workload(30.0, random.Random(5))
-    arrivals = tuple(dataclasses.replace(arrival, at=arrival.at / 10) for arrival in slow.arrivals)
+    clients = Clients(3.0, random.Random(5))
     server = SimServer(
         Settings(endpoint=endpoint, server_id="sim:2", fallback=1),
-        Workload(arrivals, slow.phases),
+        clients.workload,
         fast,
         random.Random(5),
         WallClock(),
+        on_end=clients.again,
     )
     server.run(3.0)
     ended.set()
@@ -275,8 +275,8 @@ def test_the_end_of_a_run_flushes_what_is_queued(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("sglang_hooks.link.DRAIN_SECONDS", 0.5)
     with Peer(tmp_path) as peer:
         settings = Settings(endpoint=peer.endpoint, server_id="sim:4", queue_records=10**9)
-        workload = bursty_workload(30.0, random.Random(6))
-        server = SimServer(settings, workload, H200_8B, random.Random(6), VirtualClock())
+        clients = Clients(30.0, random.Random(6))
+        server = SimServer(settings, clients.workload, H200_8B, random.Random(6), VirtualClock(), on_end=clients.again)
         server.start()
         peer.hello()
         while not server.drained:
@@ -333,16 +333,18 @@ def test_the_surface_knows_when_speculation_loses() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_bursts_come_and_go(tmp_path: Path, seed: int) -> None:
-    def threshold(server: SimServer, turn: int) -> None:
+def test_clients_come_and_go(tmp_path: Path, seed: int) -> None:
+    """As many are served as are wanted, but for those who came before the level fell and wait for their answer."""
+
+    def by_batch(server: SimServer, turn: int) -> None:
         if turn == 0:
             deliver(server, batch_table(1, 8, 3, 0))
 
-    records = serve(make_server(tmp_path, bursty_workload(30.0, random.Random(seed))), threshold)
-    sizes = [record.batch_size for record in records]
-    assert 40 <= max(sizes) <= 80
+    records = serve(make_server(tmp_path, Clients(30.0, random.Random(seed))), by_batch)
     busy = sum(record.seconds for record in records)
-    quiet = sum(record.seconds for record in records if record.batch_size <= 4) / busy
-    crowded = sum(record.seconds for record in records if record.batch_size >= 30) / busy
-    assert 0.25 < quiet < 0.7
-    assert 0.2 < crowded < 0.6
+    spent: Counter[int] = Counter()
+    for record in records:
+        spent[record.batch_size] += record.seconds
+    assert max(spent) <= 64 + 8
+    assert {size for size, seconds in spent.items() if seconds > 0.05 * busy} >= {2, 8, 24, 64}
+    assert 0.2 < sum(seconds for size, seconds in spent.items() if size <= 8) / busy < 0.6

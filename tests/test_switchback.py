@@ -200,7 +200,7 @@ class Rig:
         self.sent.append((now, message))
         if isinstance(message, DecisionTable):
             compiled = CompiledTable.compile(message, self.agent.policy.candidate_steps)
-            self.agent.mailbox.table = Delivery(compiled, now + message.lease_seconds, now)
+            self.agent.mailbox.tables.append(Delivery(compiled, now + message.lease_seconds, now))
         elif isinstance(message, Lease):
             self.agent.mailbox.lease = (message.epoch, now + message.lease_seconds)
 

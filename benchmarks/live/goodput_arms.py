@@ -143,7 +143,7 @@ class Arms:
             explored = int(launch.source == DecisionSource.TABLE and launch.steps != policy.held_steps)
         else:
             steps = arm if arm >= 0 else self.rule.get_steps_for_batch(batch_size)
-            launch = Launch(policy.forward_iter, steps, steps, DecisionSource.FALLBACK, 0, -1, 1.0, -1)
+            launch = Launch(policy.forward_iter, steps, steps, steps, DecisionSource.FALLBACK, 0, -1, 1.0, -1)
             explored = 0
         self.launched[policy.forward_iter] = (block, arm, explored)
         return launch

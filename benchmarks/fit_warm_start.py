@@ -1,6 +1,6 @@
 """Cold starts from a prior that was fitted to half a trace, on the other half.
 
-    python benchmarks/fit_warm_start.py --seeds 10 --out fit_warm_start.json
+    python benchmarks/fit_warm_start.py --seeds 10 --out fit_warm_start.json [--minutes 12]
 
 On each surface a server runs under the learned policy with moving acceptance at each concurrency in
 turn, and its trace is cut in two by its records. To the first half, all concurrencies together, a
@@ -9,6 +9,8 @@ first half had come to and the acceptance path as it goes on, by policies that k
 without a prior, and with the fitted one. A figure is the number of steps until the share of the
 best K, which informed-greedy has by definition, is 0.95 to stay, what is explored counted
 (``Judged.steps_to_95``), and until the table's choice is that good (``Judged.steps_to_choose``).
+
+``--out`` is written anew after each seed, all surfaces of it; with ``--minutes``, no seed is begun after so long.
 """
 
 from __future__ import annotations
@@ -16,23 +18,25 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 from fit_scale import Recorded
 from rich.console import Console
+from rich.progress import Progress
 
 from controller.fit import read_fleet
 from controller.fit_models import fit
 from controller.replay import GENERATED_REQUESTS, Scenario, serve
+from controller.replay_command import run_all, workers
 from controller.replay_judge import Judged
 from controller.surface import load_surface
 from controller.trace_checks import Findings, survey
@@ -42,7 +46,7 @@ from policies.interface import Policy
 from policies.peers import Truth
 from sglang_hooks.wire import Hello, StepRecord
 
-SURFACES = ("h200-sglang", "h200-native-skip", "h200-triton", "moe", "context")
+SURFACES = ("h200-sglang", "h200-native-skip", "h200-triton", "h200-triton-skip", "moe", "context")
 CONCURRENCIES = (1, 8, 32, 128)
 SECONDS = 240.0
 """Of each run, virtual: four drawings of the acceptance, two in each half."""
@@ -133,34 +137,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--minutes", type=float, default=math.inf)
     options = parser.parse_args(arguments)
-    jobs = [(surface, seed) for surface in options.surfaces for seed in range(options.seeds)]
-    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
-        rows = [row for found in pool.map(cases, *zip(*jobs, strict=True)) for row in found]
-    summary = {}
+    begin = perf_counter()
+    rows: list[dict[str, Any]] = []
+    progress = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
+    with progress, workers(options.workers, len(options.surfaces)) as pool:
+        for seed in range(options.seeds):
+            if perf_counter() - begin > 60.0 * options.minutes:
+                break
+            jobs = [(surface, seed) for surface in options.surfaces]
+            rows += [row for found in run_all(cases, jobs, pool, progress, f"seed {seed}") for row in found]
+            if options.out is not None:
+                options.out.write_text(json.dumps(found_of(rows), indent=1) + "\n")
     for name in ("none", "fitted"):
-        steps = [row[name] if row[name] is not None else JUDGED_STEPS for row in rows]
-        choice = [row[f"{name}_choice"] if row[f"{name}_choice"] is not None else JUDGED_STEPS for row in rows]
-        summary[name] = {
-            "runs": len(rows),
-            "within_150": sum(count <= 150 for count in steps) / len(steps),
-            "median": float(np.median(steps)),
-            "p95": float(np.quantile(steps, 0.95)),
-            "most": max(steps),
-            "choice_within_150": sum(count <= 150 for count in choice) / len(choice),
-            "choice_most": max(choice),
-            "share_of_first_150": float(np.mean([row[f"{name}_share_of_first_150"] for row in rows])),
-        }
-        print(name, json.dumps(summary[name]))
-    if options.out is not None:
-        found = {
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "summary": summary,
-            "runs": rows,
-        }
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        print(name, json.dumps(summary_of(rows, name)))
     return 0
+
+
+def summary_of(rows: Sequence[dict[str, Any]], name: str) -> dict[str, float]:
+    steps, choice = (
+        [JUDGED_STEPS if row[key] is None else row[key] for row in rows] for key in (name, f"{name}_choice")
+    )
+    return {
+        "runs": len(rows),
+        "within_150": sum(count <= 150 for count in steps) / len(steps),
+        "median": float(np.median(steps)),
+        "p95": float(np.quantile(steps, 0.95)),
+        "most": max(steps),
+        "choice_within_150": sum(count <= 150 for count in choice) / len(choice),
+        "choice_most": max(choice),
+        "share_of_first_150": float(np.mean([row[f"{name}_share_of_first_150"] for row in rows])),
+    }
+
+
+def found_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "summary": {name: summary_of(rows, name) for name in ("none", "fitted")},
+        "runs": rows,
+    }
 
 
 if __name__ == "__main__":

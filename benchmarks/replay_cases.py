@@ -339,7 +339,7 @@ CASES: dict[str, Callable[..., Row]] = {
 
 
 def jobs_of(case: str, options: argparse.Namespace) -> Iterator[Job]:
-    for seed in range(1, options.seeds + 1):
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
         for surface in options.surfaces:
             for arguments in _arguments(case, surface, options):
                 yield Job(case, {"surface": surface, "seed": seed, **arguments})

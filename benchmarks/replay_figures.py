@@ -262,7 +262,11 @@ def markdown(rows: Sequence[Row]) -> str:
         lines.append(f"| {figure.name} | {figure.asked} | {figure.reached} | {met} |")
     cells = cells_of(row for row in rows if CASES[row["case"]] is moving)
     if cells:
-        lines += ["", "Share of the best K; goodput's difference to the best fixed K with its 95 % interval.", ""]
+        lines += [
+            "",
+            "Share of the best K; goodput's difference to the best fixed K, of several seeds with its 95 % interval.",
+            "",
+        ]
         lines += [
             "| Case | none | Best fixed K | SGLang's rule | informed-greedy | goodput | Difference |",
             "|" + "---|" * 7,
@@ -270,10 +274,11 @@ def markdown(rows: Sequence[Row]) -> str:
     for cell in cells:
         best = cell.best_fixed
         shares = {name: f"{100 * share:.2f}" for name, share in cell.shares.items()}
+        half = f" ± {100 * cell.halves[best]:.2f}" if math.isfinite(cell.halves[best]) else ""
         lines.append(
             f"| {cell.where} | {shares.get('none', '-')} | {shares[best]} ({best.removeprefix('static:')}) "
             f"| {shares.get('sglang', '-')} | {shares['informed-greedy']} | {shares['goodput']} "
-            f"| {100 * (cell.shares['goodput'] - cell.shares[best]):+.2f} ± {100 * cell.halves[best]:.2f} |"
+            f"| {100 * (cell.shares['goodput'] - cell.shares[best]):+.2f}{half} |"
         )
     return "\n".join([*lines, *details(rows)]) + "\n"
 

@@ -18,6 +18,10 @@ columns of Azure's LLM traces; without them the cases ``azure`` and ``code`` are
     hover                 a batch size that moves across a boundary
     speed                 steps a second that are learned and decided, milliseconds a table
 
+``--rows`` takes in what earlier runs wrote, so that cases may have as many seeds as there was time for; with
+``--only`` and no case after it, the table is of these alone. All seeds of closed, azure and code have to be of one run,
+since their states tell which fixed K are run.
+
 What one run can tell is not run again: which fixed K come into question is told by the states of
 informed-greedy's run, and only those are run. At constant load a fixed K would pass through the
 same states, token by token, so its speed is computed from the policy's own run.
@@ -42,9 +46,11 @@ from controller.replay_command import run_all, workers
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(CASES), metavar="CASE", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--only", nargs="*", choices=list(CASES), metavar="CASE", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--rows", nargs="*", type=Path, default=[], metavar="FILE", help="of --out, of earlier runs")
     parser.add_argument("--surfaces", nargs="+", choices=SURFACES, default=SURFACES, metavar="NAME")
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=240.0, help="virtual time of the moving cases")
     parser.add_argument("--constant-steps", type=int, default=3000, help="judged, after 2,000; at batch 256 two thirds")
     parser.add_argument("--conv", type=Path, help="arrivals of the case azure")
@@ -54,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="every run's figures, as JSON")
     options = parser.parse_args(arguments)
     without = {case for case, file in (("azure", options.conv), ("code", options.code)) if file is None}
-    cases = [case for case in options.only or CASES if case not in without]
-    rows: list[Row] = []
+    cases = [case for case in (CASES if options.only is None else options.only) if case not in without]
+    rows: list[Row] = [row for file in options.rows for row in msgspec.json.decode(file.read_bytes())]
     quiet = not sys.stderr.isatty()
     with (
         Progress(console=Console(stderr=True), disable=quiet) as progress,

@@ -55,6 +55,8 @@ PRIOR_STRENGTH, FIRST_MEAN, CHAIN_DECAY = 4.0, 0.5, 0.98
 samples around CHAIN_DECAY * h_{j-1}: measured drafters fall off slowly, but what was never tried is wide."""
 STORED_SAMPLES = 32.0
 """A stored prior counts for this many samples a position, at most."""
+OUTVOTED_SAMPLES = 128.0
+"""What was seen since the start counts for four times as much by then; the detectors are armed."""
 
 DETECTORS = ((1.0, 40.0), (2.0, 30.0))
 """(tilt, nats): log-odds by which a detector's alternatives lie above and below the hazards known, and its alarm.
@@ -296,6 +298,10 @@ class AcceptanceModel:
         self._bands = [_Band(max_steps) for _ in range(BANDS.cells)]
         self._records = 0
         """Records with trials so far: the time of the bands."""
+        self._stored: _Evidence | None = None
+        """The prior that it began with, until that is found wrong or outvoted."""
+        self._own = _Evidence([0.0] * max_steps, [0.0] * max_steps)
+        """What was seen since, as long as there is one."""
 
     @property
     def samples(self) -> float:
@@ -323,6 +329,8 @@ class AcceptanceModel:
         if since is None:
             band.take(trials, passed, self._records)
             self._pool.add(trials, passed)
+            if self._stored is not None:
+                self._judge_stored(step, self._stored, trials, passed)
         else:
             self._changed(step, band, since)
 
@@ -337,7 +345,22 @@ class AcceptanceModel:
     def _changed(self, step: StepRecord, band: _Band, since: _Evidence) -> None:
         self.changes += 1
         self.change_seq = step.record_seq
+        self._stored = None
         self._restart(band, since)
+
+    def _judge_stored(self, step: StepRecord, stored: _Evidence, trials: Sequence[int], passed: Sequence[int]) -> None:
+        """Hold the stored prior against what was seen since the start; a wrong one goes at every position at once.
+
+        It is of another time, so where it is wrong at the first drafts it is at those that were not tried yet:
+        outvoted position by position it would hold K back at each. The detectors are not armed yet.
+        """
+        self._own.add(trials, passed)
+        if _weight(self._own, self._own.posterior(), stored.posterior()) > 0.0:
+            self.changes += 1
+            self.change_seq = step.record_seq
+            self._pool, self._stored = self._own, None
+        elif self._own.trials[0] >= OUTVOTED_SAMPLES:
+            self._stored = None
 
     def expected_length(self, steps: int, batch_size: int, mean_context: float) -> float:
         """Return tokens per request and step at ``steps`` drafts, bonus token included."""
@@ -430,6 +453,7 @@ class AcceptanceModel:
         padding = [0.0] * model._max_steps
         trials, passed = ([*counts, *padding][: model._max_steps] for counts in (trials, passed))
         model._pool = _Evidence(trials, passed).capped(STORED_SAMPLES)
+        model._stored = model._pool.capped(STORED_SAMPLES)
         return model
 
     def _restart(self, band: _Band, since: _Evidence) -> None:

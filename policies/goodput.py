@@ -10,7 +10,6 @@ vetoes bound K for a while (``vetoes.py``).
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -128,7 +127,8 @@ class Goodput(Policy):
         sizes = tuple(size for size in sorted(server.captured_batch_sizes) if size <= server.max_running_requests)
         self._grid = Grid(sizes, tuple(edge for edge in CONTEXT_EDGES if edge < max(server.context_length, 1)))
         self._cells = [_Cell(server.fallback_steps) for _ in range(self._grid.cells)]
-        self._context = [512.0, 2048.0, 8192.0, 32768.0]
+        # By column, of which the last has whatever contexts are above its edge; guesses until one is seen.
+        self._context = [512.0, 2048.0, 8192.0, 32768.0][: len(self._grid.context_edges) + 1]
         self._budget = Budget()
         self._spells = Spells()
         self._watch = Watch(max(self._arms[-1], 1))
@@ -203,9 +203,11 @@ class Goodput(Policy):
         self.cost.learn(step)
         self.vetoes.observe(step, applied, self._arms, self._server.kv_tokens, self._now)
         self._spells.step(decided.choice)
+        # What a prior says is in force from the first step on, and doubted from the second.
+        self.urgent |= self._from_prior and not self._recent
         self._recent.append((cell, applied))
-        band = bisect_left(CONTEXT_EDGES, mean_context)
-        self._context[band] += 0.02 * (mean_context - self._context[band])
+        column = cell % len(self._context)
+        self._context[column] += 0.02 * (mean_context - self._context[column])
         self._budget.spend(self._explored(decided, applied) if step.block >= 0 else 0.0)
         if self.acceptance.changes != self._changes:
             self._changes = self.acceptance.changes
@@ -258,8 +260,8 @@ class Goodput(Policy):
         self._all_anew = False
         bound = self.vetoes.max_steps(now)
         allowed = [k for k in self._arms if bound is None or k <= bound] or self._arms[:1]
-        skipping = bool(visits) and self._skips(self._cells[visits.most_common(1)[0][0]])
-        explore = self._explore(visits) if visits else {}
+        explore, probed = self._explore(visits)
+        probing = bool(visits) and visits.most_common(1)[0][0] in probed
         if self._floor:
             self._add_floor(explore)
         return Plan(
@@ -272,8 +274,9 @@ class Goodput(Policy):
                 for cell, row in explore.items()
                 if (kept := tuple(one for one in row if one[0] <= allowed[-1])) and self._cells[cell].choice in allowed
             },
-            # A floor is there for the seconds of what it draws, which a block's first step does not tell.
-            block_steps=PROBE_STEPS if skipping and not self._floor else BLOCK_STEPS,
+            # What is tried for its cost, and what a floor draws, is for the seconds, which a block's first step
+            # does not tell.
+            block_steps=PROBE_STEPS if probing and not self._floor else BLOCK_STEPS,
         )
 
     @staticmethod
@@ -292,8 +295,7 @@ class Goodput(Policy):
 
     def _place(self, cell: int) -> tuple[int, float]:
         """Batch size and mean context that stand for a cell: the padded size, and the context seen there."""
-        columns = len(self._grid.context_edges) + 1
-        row, column = divmod(cell, columns)
+        row, column = divmod(cell, len(self._context))
         sizes = self._grid.batch_edges
         batch = sizes[row] if row < len(sizes) else (sizes[-1] * 5 // 4 + 1 if sizes else 1)
         return batch, self._context[column]
@@ -367,9 +369,10 @@ class Goodput(Policy):
         """Seconds that switching between the two, there and back, costs beyond their steps."""
         return max(self.cost.switch_seconds(steps, choice)[0] + self.cost.switch_seconds(choice, steps)[0], 0.0)
 
-    def _explore(self, visits: Counter[int]) -> dict[int, tuple[tuple[int, float], ...]]:
+    def _explore(self, visits: Counter[int]) -> tuple[dict[int, tuple[tuple[int, float], ...]], set[int]]:
+        """Return what each cell is to try, and the cells that only probe for acceptance."""
         rate = self._budget.affordable_rate(100)
-        found = {}
+        found, probed = {}, set()
         for index in visits:
             cell = self._cells[index]
             current = self._arms.index(cell.choice)
@@ -378,10 +381,12 @@ class Goodput(Policy):
             tried = alternatives(self._arms, scores, cell.errors, current, loss, rate, self._budget.worth_trying)
             if self._skips(cell) and len(self._arms) > 1:
                 probing = self._probe(index)
-                tried = probing if self._watch.following or not tried else tried
+                if self._watch.following or not tried:
+                    tried = probing
+                    probed.add(index)
             if tried:
                 found[index] = tried
-        return found
+        return found, probed
 
     def _add_floor(self, explore: dict[int, tuple[tuple[int, float], ...]]) -> None:
         """Let every cell draw each other K now and then, but where a hit is being followed."""

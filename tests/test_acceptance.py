@@ -526,6 +526,48 @@ def test_a_prior_is_worth_a_few_samples() -> None:
     assert AcceptanceModel.from_prior(heavy).samples == STORED_SAMPLES
 
 
+@pytest.mark.parametrize(("before", "after"), [(0.3, 0.8), (0.85, 0.4)])
+@pytest.mark.parametrize(("batch", "count"), [(1, 40), (8, 8), (64, 6)])
+def test_a_wrong_prior_goes_at_every_position_though_one_tells(
+    batch: int, count: int, before: float, after: float
+) -> None:
+    """Also at those beyond a small K: else K climbs one position at a time."""
+    old = fed(AcceptanceModel(7), draw(np.random.default_rng(3), (before,) * 7, 16, 400)).to_prior()
+    found = []
+    for seed in range(20):
+        model = AcceptanceModel.from_prior(old)
+        fed(model, draw(np.random.default_rng(seed), (after,) * 2, batch, count))
+        found.append(model.hazard(batch, 500.0))
+        assert model.changes <= 1
+    assert np.mean(found, axis=0) == pytest.approx(np.full(7, after), abs=0.13)
+
+
+@pytest.mark.parametrize("deviation", [0.0, 0.15])
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_a_right_prior_is_kept_and_tells_more_than_none(batch: int, deviation: float) -> None:
+    """Also where each request has an acceptance of its own."""
+
+    def drawn(seed: int, count: int) -> Iterator[StepRecord]:
+        rng = np.random.default_rng(seed)
+        return Load(rng, batch, 0.7, deviation).records(count, 3) if deviation else draw(rng, (0.7,) * 3, batch, count)
+
+    old = fed(AcceptanceModel(3), drawn(1000, 5000))
+    truth = Load(np.random.default_rng(1), 1, 0.7, deviation).truth(3) if deviation else length((0.7,) * 3, 3)
+    errors: dict[str, list[float]] = {"prior": [], "none": []}
+    dropped = 0
+    for seed in range(40):
+        models = {"prior": AcceptanceModel.from_prior(old.to_prior()), "none": AcceptanceModel(3)}
+        for number, one in enumerate(drawn(seed, 80)):
+            for name, model in models.items():
+                model.learn(one)
+                if number < 20:
+                    errors[name].append((model.expected_length(3, batch, 500.0) - truth) ** 2)
+        dropped += models["prior"].changes
+    assert np.mean(errors["prior"]) < np.mean(errors["none"])
+    # A request that is unlike the others is another acceptance as long as it lasts.
+    assert deviation or dropped <= 1
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),

@@ -216,6 +216,17 @@ def test_live_figures() -> None:
     ]
 
 
+def test_figures_of_the_learned_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from replay_figures import markdown
+
+    made = markdown(json.loads((ROOT / "benchmarks/replay_requirements.json").read_text()))
+    assert (ROOT / "benchmarks/replay_requirements.md").read_text().endswith(made)
+    text = section("measurements.md", "The learned policy in replay").split("### ")[0]
+    for columns in (7, 4):  # shares by case; figures
+        assert [row for row in rows(text) if len(row) == columns] == [row for row in rows(made) if len(row) == columns]
+
+
 def test_figures_of_the_fit() -> None:
     text = section("offline.md", "What fitting costs, and what it gives")
     measured = json.loads((ROOT / "benchmarks/fit_scale.json").read_text())
@@ -236,7 +247,7 @@ def test_figures_of_the_fit() -> None:
         ),
     ]
     assert f"mean batch of {measured['mean_batch']}\n" in text
-    assert f"{starts['fitted']['runs']} runs on five" in text
+    assert f"{starts['fitted']['runs']} runs on six" in text
 
 
 def test_figures_of_the_web_page() -> None:

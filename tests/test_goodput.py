@@ -200,6 +200,20 @@ def test_a_switch_with_a_price_is_not_made_for_a_short_spell() -> None:
     assert policy._cells[cell].winning > 0.15
 
 
+def test_what_is_tried_while_skipping_is_known_afterwards() -> None:
+    """One step of it would tell no seconds, and it would be tried for ever, at what a guess says it costs."""
+    found = scenario("h200-triton-skip", 128, 60.0)
+    policy = Goodput()
+    run = serve("goodput", found, lambda *_: policy)
+    assert share(run, found.surface, 300) >= 0.99
+    truth = found.surface.speculating
+    for steps in truth.steps:
+        context = float(np.mean([decode.mean_context for decode in run.decodes[-200:]]))
+        assert policy.cost.predict(steps, 128, context)[0] == pytest.approx(
+            truth.decode_seconds(steps, 128, context), rel=0.2
+        )
+
+
 def test_a_stored_prior_decides_before_the_first_step() -> None:
     policy = Goodput()
     policy.decide(SERVER, 0.0)
@@ -210,6 +224,39 @@ def test_a_stored_prior_decides_before_the_first_step() -> None:
     assert "stored prior" in again.decide(SERVER, 0.0).reason
     assert again.note == ""
     assert Goodput().to_prior() is None
+
+
+def test_a_skip_that_a_stored_prior_began_is_doubted_from_the_second_step_on() -> None:
+    policy = Goodput()
+    policy.decide(SERVER, 0.0)
+    steps(policy, 900, 0.02)
+    again = Goodput(prior=policy.to_prior())
+    plan = again.decide(SERVER, 0.0)
+    cell = plan.grid.cell(8, 300.0)
+    assert plan.choice[cell] == 0
+    again.learn(
+        record(
+            batch_size=8,
+            padded_batch_size=8,
+            context_tokens=2400,
+            steps=0,
+            draft_tokens=1,
+            accepted_drafts=[0] * 8,
+            seconds=SECONDS[0],
+        )
+    )
+    assert again.urgent
+    assert sum(probability for _, probability in again.decide(SERVER, 0.0).explore[cell]) > 0.4
+
+
+@pytest.mark.parametrize("context_length", [0, 1000, 1500, 32768])
+def test_a_cell_is_decided_at_the_contexts_that_its_steps_have(context_length: int) -> None:
+    """Also at those beyond the last edge, which a server that says nothing of its context length may have."""
+    policy = Goodput()
+    policy.decide(hello(context_length=context_length), 0.0)
+    for number in range(800):
+        policy.learn(record(record_seq=number, step=number, batch_size=8, padded_batch_size=8, context_tokens=8 * 3000))
+    assert "at batch 8, 3,000 tokens" in policy.decide(hello(context_length=context_length), 0.0).reason
 
 
 def test_a_prior_of_another_server_is_ignored_and_said() -> None:

@@ -34,6 +34,10 @@ def test_the_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "| Figure | Asked | Reached | Met |"
     assert sum(line.startswith("| steps after a change") for line in printed) == 3
+    again = tmp_path / "again.json"
+    assert main(["--only", "--rows", str(out), "--out", str(again)]) == 0
+    assert json.loads(again.read_text()) == rows
+    assert capsys.readouterr().out.splitlines() == printed
 
 
 def test_what_fixed_k_come_into_question() -> None:
@@ -141,7 +145,14 @@ def test_every_case_has_something_to_run() -> None:
     from replay_cases import CASES, SURFACES, jobs_of
 
     options = argparse.Namespace(
-        surfaces=SURFACES, seeds=2, conv="conv", code="code", peers=["sglang"], seconds=1.0, constant_steps=100
+        surfaces=SURFACES,
+        seeds=2,
+        first_seed=1,
+        conv="conv",
+        code="code",
+        peers=["sglang"],
+        seconds=1.0,
+        constant_steps=100,
     )
     for case in CASES:
         jobs = [*jobs_of(case, options)]

@@ -175,7 +175,8 @@ def test_goodput_with_a_drafter_that_breaks_and_is_mended() -> None:
     judged = broken.judge(serve("goodput", broken, make).decodes)
     warned = [at for at, note in notes if "drafter broken" in note]
     assert 15.0 < warned[0] < 18.0
-    assert 35.0 < warned[-1] < 45.0
+    # Decisions are half a second apart, and the first after the mend may have seen it already.
+    assert 34.5 <= warned[-1] < 45.0
     for begin, end in ((5.0, 15.0), (20.0, 35.0), (42.0, 55.0)):
         part = judged.between(*np.searchsorted(judged.at, [begin, end]).tolist())
         assert part.expected.sum() / part.best.sum() >= 0.97, begin

@@ -48,6 +48,7 @@ SILENT_SECONDS = 3.0
 TROUBLE = {
     "tables_refused": "see its log for the reason; a server restarted with other candidates takes the next table",
     "messages_refused": "run the same version of specpilot on both ends",
+    "link_failures": "raise the server's limit of file descriptors (ulimit -n), or report the traceback in its log",
     "handshakes_failed": "see its log for the key or the address that was refused",
     "records_dropped": "give the controller CPU time, or raise SPECPILOT_QUEUE_RECORDS",
     "join_misses": "a few at the start are harmless; report a steady rise",

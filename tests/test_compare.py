@@ -93,7 +93,12 @@ def test_every_arm_is_in_force_in_its_runs_and_the_configured_one_afterwards(rig
             for repetition in (0, 1)
         ]
         assert orders_there[0] != orders_there[1]
-    time.sleep(0.3)
+    newest = max(run["started_at"] for run in runs)
+    deadline = time.monotonic() + 20
+    while not any(step.time > newest for step in (steps := rig.steps())):  # flushed by the controller
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    time.sleep(0.5)
     steps = rig.steps()
     for run in runs:
         within = [s for s in steps if run["started_at"] <= s.time <= run["started_at"] + run["seconds"]]

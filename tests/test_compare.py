@@ -94,10 +94,7 @@ def test_every_arm_is_in_force_in_its_runs_and_the_configured_one_afterwards(rig
         ]
         assert orders_there[0] != orders_there[1]
     newest = max(run["started_at"] for run in runs)
-    deadline = time.monotonic() + 20
-    while not any(step.time > newest for step in (steps := rig.steps())):  # flushed by the controller
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    until(lambda: any(step.time > newest for step in rig.steps()), 20)  # flushed by the controller
     time.sleep(0.5)
     steps = rig.steps()
     for run in runs:

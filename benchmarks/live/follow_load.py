@@ -28,6 +28,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+import engines
+
 CANDIDATES = [0, 1, 3]
 PHASES = ((1, 5.0), (64, 8.0), (1, 5.0))
 """(concurrency, seconds)."""
@@ -36,34 +39,16 @@ WITHIN_STEPS = 50
 
 
 def engine_options(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    adaptive = folder / "adaptive.json"
-    adaptive.write_text(json.dumps({"1": {"candidate_steps": CANDIDATES}}))
-    options = {
-        "model_path": f"{args.models}/target-8b",
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "attention_backend": args.attention,
-        "sampling_backend": "pytorch",
-        "grammar_backend": "none",
-        "disable_prefill_cuda_graph": True,
+    return {
+        **engines.target(args.models, args.attention),
+        **engines.adaptive(f"{args.models}/eagle3-8b", CANDIDATES, folder),
         "cuda_graph_max_bs_decode": 64,
         "max_running_requests": 64,
         "mem_fraction_static": 0.7,
-        "disable_radix_cache": True,
-        "random_seed": 1,
-        "log_level": "info",
         "tp_size": args.tp,
         "disable_overlap_schedule": args.no_overlap,
-        "speculative_algorithm": "EAGLE3",
-        "speculative_draft_model_path": f"{args.models}/eagle3-8b",
-        "speculative_num_steps": max(CANDIDATES),
-        "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": max(CANDIDATES) + 1,
-        "speculative_adaptive": True,
-        "speculative_adaptive_config": str(adaptive),
+        **json.loads(args.extra),
     }
-    options.update(json.loads(args.extra))
-    return options
 
 
 async def closed_loop(engine: Any, concurrency: int, until: float) -> int:

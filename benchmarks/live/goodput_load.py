@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+import engines
 import goodput_arms
 from goodput_arms import SGLANG, TABLE
 
@@ -497,29 +498,11 @@ class Run:
 
 
 def engine_options(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    adaptive = folder / "adaptive.json"
-    adaptive.write_text(json.dumps({"1": {"candidate_steps": CANDIDATES}}))
     return {
-        "model_path": f"{args.models}/target-8b",
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "attention_backend": args.attention,
-        "sampling_backend": "pytorch",
-        "grammar_backend": "none",
-        "disable_prefill_cuda_graph": True,
-        "cuda_graph_bs_decode": BATCH_SIZES,
-        "max_running_requests": max(BATCH_SIZES),
+        **engines.target(args.models, args.attention),
+        **engines.captured(BATCH_SIZES),
+        **engines.adaptive(f"{args.models}/eagle3-8b", CANDIDATES, folder),
         "mem_fraction_static": 0.75,
-        "disable_radix_cache": True,
-        "random_seed": 1,
-        "log_level": "info",
-        "speculative_algorithm": "EAGLE3",
-        "speculative_draft_model_path": f"{args.models}/eagle3-8b",
-        "speculative_num_steps": max(CANDIDATES),
-        "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": max(CANDIDATES) + 1,
-        "speculative_adaptive": True,
-        "speculative_adaptive_config": str(adaptive),
         **json.loads(args.extra),
     }
 

@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+import engines
 import skip_steps
 
 if __name__ == "__mp_main__":
@@ -62,30 +63,20 @@ SWITCHES = 10_000
 
 def engine_options(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     small = args.arm != "cost"
-    base = args.pair if small else args.models
-    candidates = candidates_of(args)
+    own = {"model_path": str(args.pair / "target"), "load_format": "safetensors"} if small else {}
     options: dict[str, Any] = {
-        "model_path": str(base / ("target" if small else "target-8b")),
-        "load_format": "safetensors" if small else "dummy",
-        "skip_tokenizer_init": True, "attention_backend": args.attention, "sampling_backend": "pytorch",
-        "grammar_backend": "none", "disable_prefill_cuda_graph": True, "cuda_graph_bs_decode": BATCH_SIZES,
-        "max_running_requests": max(BATCH_SIZES), "mem_fraction_static": 0.3 if small else 0.7,
-        "disable_radix_cache": True, "disable_overlap_schedule": args.no_overlap, "random_seed": 1,
-        "log_level": "info",
-    }  # fmt: skip
+        **engines.target(args.models, args.attention),
+        **engines.captured(BATCH_SIZES),
+        **own,
+        "mem_fraction_static": 0.3 if small else 0.7,
+        "disable_overlap_schedule": args.no_overlap,
+    }
     if args.arm == "none":
         return options
-    options |= {"speculative_algorithm": "EAGLE3",
-                "speculative_draft_model_path": str(base / ("eagle3" if small else "eagle3-8b"))}  # fmt: skip
+    draft = str(args.pair / "eagle3" if small else args.models / "eagle3-8b")
     if args.tree:
-        return options | TREE
-    config = folder / "adaptive.json"
-    config.write_text(json.dumps({"1": {"candidate_steps": candidates}}))
-    return options | {
-        "speculative_num_steps": max(candidates), "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": max(candidates) + 1, "speculative_adaptive": True,
-        "speculative_adaptive_config": str(config),
-    }  # fmt: skip
+        return options | TREE | {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": draft}
+    return options | engines.adaptive(draft, candidates_of(args), folder)
 
 
 def candidates_of(args: argparse.Namespace) -> list[int]:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+import engines
 import skip_probe
 
 if __name__ == "__mp_main__":
@@ -54,33 +55,13 @@ def cells() -> list[tuple[int, int]]:
 
 def engine_options(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     options: dict[str, Any] = {
-        "model_path": f"{args.models}/target-8b",
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "attention_backend": args.attention,
-        "sampling_backend": "pytorch",
-        "grammar_backend": "none",
-        "disable_prefill_cuda_graph": True,
-        "cuda_graph_bs_decode": BATCH_SIZES,
-        "max_running_requests": max(BATCH_SIZES),
+        **engines.target(args.models, args.attention),
+        **engines.captured(BATCH_SIZES),
         "mem_fraction_static": 0.75,
-        "disable_radix_cache": True,
         "disable_overlap_schedule": args.no_overlap,
-        "random_seed": 1,
-        "log_level": "info",
     }
     if args.arm == "rotate":
-        config = folder / "adaptive.json"
-        config.write_text(json.dumps({"1": {"candidate_steps": CANDIDATES}}))
-        options |= {
-            "speculative_algorithm": "EAGLE3",
-            "speculative_draft_model_path": f"{args.models}/eagle3-8b",
-            "speculative_num_steps": max(CANDIDATES),
-            "speculative_eagle_topk": 1,
-            "speculative_num_draft_tokens": max(CANDIDATES) + 1,
-            "speculative_adaptive": True,
-            "speculative_adaptive_config": str(config),
-        }
+        options |= engines.adaptive(f"{args.models}/eagle3-8b", CANDIDATES, folder)
     return options
 
 

@@ -21,6 +21,7 @@ import os
 import random
 import re
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -28,6 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+
+sys.path.insert(0, str(Path(__file__).parent))
+import engines
 
 CANDIDATES = [0, 1, 2, 3, 5, 7]
 BATCH_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
@@ -45,33 +49,13 @@ def cells() -> list[tuple[int, int]]:
 
 def engine_options(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     options: dict[str, Any] = {
-        "model_path": f"{args.models}/target-8b",
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "attention_backend": args.attention,
-        "sampling_backend": "pytorch",
-        "grammar_backend": "none",
-        "disable_prefill_cuda_graph": True,
-        "cuda_graph_bs_decode": BATCH_SIZES,
-        "max_running_requests": max(BATCH_SIZES),
+        **engines.target(args.models, args.attention),
+        **engines.captured(BATCH_SIZES),
         "mem_fraction_static": 0.75,
-        "disable_radix_cache": True,
         "decode_log_interval": LOG_STEPS,
-        "random_seed": 1,
-        "log_level": "info",
     }
     if args.arm == "adaptive":
-        config = folder / "adaptive.json"
-        config.write_text(json.dumps({"1": {"candidate_steps": CANDIDATES}}))
-        options |= {
-            "speculative_algorithm": "EAGLE3",
-            "speculative_draft_model_path": f"{args.models}/eagle3-8b",
-            "speculative_num_steps": max(CANDIDATES),
-            "speculative_eagle_topk": 1,
-            "speculative_num_draft_tokens": max(CANDIDATES) + 1,
-            "speculative_adaptive": True,
-            "speculative_adaptive_config": str(config),
-        }
+        options |= engines.adaptive(f"{args.models}/eagle3-8b", CANDIDATES, folder)
     return options
 
 

@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from controller.config import ConfigError
+from controller.processes import terminable
 from controller.set_command import change_settings
 from controller.status import ControllerStatus, ServerStatus, StatusError, fetch_status
 from sglang_hooks.connection import KeyFiles
@@ -167,7 +168,7 @@ def compare(request: Request, console: Console) -> int:
     runs: list[Run] = []
     code = 0
     try:
-        with _terminable():
+        with terminable():
             status, server = _find(request)
             arms = list(dict.fromkeys(request.arms)) or default_arms(server)
             for arm in arms:
@@ -356,20 +357,3 @@ def _generate(request: Request, clients: int, repetition: int, failure: Callable
             f"{count - result.completed} of {count} requests failed at {clients} clients: see the server"
         )
     return result
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM end the comparison like Ctrl-C, with the server put back."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -18,11 +18,9 @@ import os
 import random
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +34,7 @@ from rich.markup import escape
 
 from controller.demo_summary import DemoError, Run, print_summary
 from controller.demo_view import REFRESH_SECONDS, View
+from controller.processes import end, terminable
 from controller.simserver import Summary
 from controller.status import StatusError, fetch_status
 from controller.trace import records
@@ -88,7 +87,7 @@ def run_demo(seconds: float, json_path: Path | None, png_path: Path, keep: Path 
         for path in (json_path, png_path):
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="specpilot-demo-") as temporary, _terminable():
+        with tempfile.TemporaryDirectory(prefix="specpilot-demo-") as temporary, terminable():
             try:
                 with _started(seconds, Path(temporary), console) as processes:
                     run = processes.run(console)
@@ -156,30 +155,7 @@ class _Child:
 
     def end(self) -> None:
         """Ask it to end, and kill it if it does not."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(EXIT_SECONDS)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM end the demo like Ctrl-C, with its processes stopped."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        end(self.process, EXIT_SECONDS)
 
 
 @contextlib.contextmanager

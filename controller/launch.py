@@ -24,6 +24,7 @@ from typing import Any
 from rich.console import Console
 
 from controller.config import ConfigError, default_endpoint, load_config
+from controller.processes import end
 from controller.server_arguments import Addition, additions, given, health_url, unsteerable
 from controller.status import StatusError, fetch_status
 from sglang_hooks.connection import KeyFiles
@@ -141,10 +142,9 @@ class Launch:
                 self._server.send_signal(number)
             return self._watch(self._server)
         finally:
-            if self._server is not None and self._server.poll() is None:
-                _end(self._server)
-            if self._controller is not None:
-                _end(self._controller)
+            for process in (self._server, self._controller):
+                if process is not None:
+                    end(process, STOP_SECONDS)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -248,12 +248,3 @@ def _healthy(url: str) -> bool:
             return bool(answer.status == 200)
     except (OSError, urllib.error.URLError, ValueError):
         return False
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

@@ -2,7 +2,7 @@
 
     python benchmarks/evaluate_coverage.py --steps 1000000 --repetitions 200 --out benchmarks/evaluate_coverage.json
 
-Logs with the record structure of the real hooks are made up by ``tests/logs.py``, where the truth is
+Logs with the record structure of the real hooks are made up by ``tests/support/logs.py``, where the truth is
 known: 1 % of exploration in blocks of 4 forward passes. Each repetition is another log. The target
 policy differs from the logged one on about a fifth of the steps. Prints, and writes as JSON, for each
 estimator how many of the 95 % intervals held the truth, and the errors: of the efficiency and of the gain.
@@ -25,11 +25,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from controller.evaluate import fold_sums, judge
-from controller.evaluate_models import fit_folds
-from policies.estimators import ESTIMATORS
-from policies.interface import Plan
-from tests.logs import Log, table
+from specpilot.controller.evaluate.command import fold_sums, judge
+from specpilot.controller.evaluate.models import fit_folds
+from specpilot.policies.interface import Plan
+from specpilot.policies.offpolicy.estimators import ESTIMATORS
+from tests.support.logs import Log, table
 
 LESS = table((1, 3), (8, 1), (17, 0))
 """Against LOGGED, K=3 up to batch 8, 1 up to 32 and 0 above: less at batch 8, and nothing from 17 on."""

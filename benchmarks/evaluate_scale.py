@@ -2,8 +2,8 @@
 
     python benchmarks/evaluate_scale.py --steps 1000000 3000000 10000000 --out benchmarks/evaluate_scale.json
 
-Traces of a simulated server (``tests/logs.py``, 1 % of exploration) are written below ``--directory``, evaluated by
-the command in a process of its own on one core, replay included, and deleted. Four policies each time.
+Traces of a simulated server (``tests/support/logs.py``, 1 % of exploration) are written below ``--directory``,
+evaluated by the command in a process of its own on one core, replay included, and deleted. Four policies each time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.logs import Log
+from tests.support.logs import Log
 
 ROOT = Path(__file__).parents[1]
 POLICIES = ("logged", "threshold:16", "batch-table:1:3,8:1,17:0", "goodput")
@@ -41,7 +41,7 @@ def measure(steps: int, directory: Path) -> dict[str, Any]:
         begin = perf_counter()
         child = os.posix_spawn(
             sys.executable,
-            [sys.executable, "-m", "controller.cli", "evaluate", str(trace), *words, "--json", str(out)],
+            [sys.executable, "-m", "specpilot.controller.cli", "evaluate", str(trace), *words, "--json", str(out)],
             {**os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT)},
         )
         _, status, usage = os.wait4(child, 0)

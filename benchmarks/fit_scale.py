@@ -27,16 +27,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from controller.config import TraceConfig
-from controller.replay import GENERATED_REQUESTS, Scenario, serve
-from controller.surface import load_surface
-from controller.trace import BATCH_RECORDS, SCHEMA, TraceWriter
-from controller.trace_reader import Segment, segments
-from controller.workload import generated_requests
-from policies.goodput import Goodput
-from policies.interface import Policy
-from policies.peers import Truth
-from sglang_hooks.wire import Hello, StepRecord
+from specpilot.controller.config import TraceConfig
+from specpilot.controller.replay.scenario import GENERATED_REQUESTS, Scenario, serve
+from specpilot.controller.simulation.surface import load_surface
+from specpilot.controller.simulation.workload import generated_requests
+from specpilot.controller.trace.reader import Segment, segments
+from specpilot.controller.trace.writer import BATCH_RECORDS, SCHEMA, TraceWriter
+from specpilot.policies.baselines import Truth
+from specpilot.policies.goodput import Goodput
+from specpilot.policies.interface import Policy
+from specpilot.sglang_hooks.wire import Hello, StepRecord
 
 CONCURRENCIES = (1, 4, 16, 48, 128, 256)
 OUTLIERS, NOISE = 0.01, 0.03
@@ -175,7 +175,7 @@ def main() -> int:
             size = written(folder / "trace", header, batches, steps)
             report = folder / "report.json"
             prior = folder / "prior.json"
-            command = [sys.executable, "-m", "controller.cli", "fit", str(folder / "trace")]
+            command = [sys.executable, "-m", "specpilot.controller.cli", "fit", str(folder / "trace")]
             seconds, cpu_seconds, memory = measured([*command, "-o", str(prior), "--json", str(report)])
             (fit,) = json.loads(report.read_text())["fits"]
         rows.append(

@@ -33,18 +33,18 @@ from fit_scale import Recorded
 from rich.console import Console
 from rich.progress import Progress
 
-from controller.fit import read_fleet
-from controller.fit_models import fit
-from controller.replay import GENERATED_REQUESTS, Scenario, serve
-from controller.replay_command import run_all, workers
-from controller.replay_judge import Judged
-from controller.surface import load_surface
-from controller.trace_checks import Findings, survey
-from controller.workload import Phase, acceptance_path, generated_requests
-from policies.goodput import Goodput
-from policies.interface import Policy
-from policies.peers import Truth
-from sglang_hooks.wire import Hello, StepRecord
+from specpilot.controller.fit.command import read_fleet
+from specpilot.controller.fit.models import fit
+from specpilot.controller.replay.command import run_all, workers
+from specpilot.controller.replay.judge import Judged
+from specpilot.controller.replay.scenario import GENERATED_REQUESTS, Scenario, serve
+from specpilot.controller.simulation.surface import load_surface
+from specpilot.controller.simulation.workload import Phase, acceptance_path, generated_requests
+from specpilot.controller.trace.checks import Findings, survey
+from specpilot.policies.baselines import Truth
+from specpilot.policies.goodput import Goodput
+from specpilot.policies.interface import Policy
+from specpilot.sglang_hooks.wire import Hello, StepRecord
 
 SURFACES = ("h200-sglang", "h200-native-skip", "h200-triton", "h200-triton-skip", "moe", "context")
 CONCURRENCIES = (1, 8, 32, 128)

@@ -24,7 +24,7 @@ STEPS = 20_000
 
 
 def traced() -> None:
-    from controller.bench import Server, _controller, _until
+    from specpilot.controller.bench import Server, _controller, _until
 
     with tempfile.TemporaryDirectory() as folder, _controller(Path(folder)) as (endpoint, process):
         server = Server(endpoint, "strace:1")

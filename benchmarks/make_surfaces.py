@@ -1,6 +1,6 @@
 """Makes the measured surfaces of ``specpilot replay`` from the live figures.
 
-    python benchmarks/make_surfaces.py [--out controller/surfaces]
+    python benchmarks/make_surfaces.py [--out controller/simulation/surfaces]
 
 Reads ``benchmarks/live/surface.json``, writes one file per surface. A measured cell keeps its
 batch size, its mean context and its median seconds. Cells that were not measured are filled in,
@@ -111,7 +111,7 @@ def text_of(surface: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "controller/surfaces")
+    parser.add_argument("--out", type=Path, default=ROOT / "controller/simulation/surfaces")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for name, surface in surfaces().items():

@@ -24,19 +24,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from controller.config import TraceConfig
-from controller.neural_file import load_model, save_model
-from controller.neural_fit import fit
-from controller.replay import Scenario, at_rate, saturation, serve
-from controller.replay_statistics import mean_and_interval
-from controller.surface import load_surface
-from controller.trace import TraceWriter, records
-from controller.trace_reader import Segment, segments
-from controller.workload import generated_requests
-from policies.goodput import Goodput
-from policies.interface import Grid, Plan, Policy
-from policies.neural import Neural
-from sglang_hooks.wire import Hello, StepRecord
+from specpilot.controller.config import TraceConfig
+from specpilot.controller.fit.neural import fit
+from specpilot.controller.neural_file import load_model, save_model
+from specpilot.controller.replay.scenario import Scenario, at_rate, saturation, serve
+from specpilot.controller.simulation.surface import load_surface
+from specpilot.controller.simulation.workload import generated_requests
+from specpilot.controller.statistics import mean_and_interval
+from specpilot.controller.trace.reader import Segment, segments
+from specpilot.controller.trace.writer import TraceWriter, records
+from specpilot.policies.goodput import Goodput
+from specpilot.policies.interface import Grid, Plan, Policy
+from specpilot.policies.neural import Neural
+from specpilot.sglang_hooks.wire import Hello, StepRecord
 
 LOADS = (0.4, 0.8, 1.2)
 FITTED, HELD_OUT = "h200-sglang", "h200-triton"

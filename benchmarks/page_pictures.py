@@ -14,7 +14,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from tests.web_rig import browser, running
+from tests.support.web_rig import browser, running
 
 SECONDS = 135.0
 """To wait: both kinds of text and some bursts are in the picture then, and the first kind has come back."""

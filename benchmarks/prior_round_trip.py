@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from neural_vs_goodput import LOADS, scenario
 
-from controller.replay import serve
-from controller.surface import load_surface
-from policies.cost import CostModel
-from policies.goodput import Goodput
-from policies.interface import Grid, Plan, Policy
-from sglang_hooks.wire import Hello, StepRecord
+from specpilot.controller.replay.scenario import serve
+from specpilot.controller.simulation.surface import load_surface
+from specpilot.policies.goodput import Goodput
+from specpilot.policies.interface import Grid, Plan, Policy
+from specpilot.policies.models.cost import CostModel
+from specpilot.sglang_hooks.wire import Hello, StepRecord
 
 PLACES, FIRST = 2000, 1000
 """Steps at which seconds are compared, and those that are the start of a run."""

@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from controller.config import ControllerConfig
-from controller.replay import GENERATED_REQUESTS, Scenario, at_rate, saturation, serve
-from controller.replay_judge import Judged
-from controller.surface import NamedSurface, acceptance_length, load_surface
-from controller.workload import Arrival, Phase, generated_requests, read_arrivals
-from policies.goodput import Goodput
-from policies.interface import Plan, Policy
-from policies.peers import Truth
-from sglang_hooks.wire import Hello, StepRecord
+from specpilot.controller.config import ControllerConfig
+from specpilot.controller.replay.judge import Judged
+from specpilot.controller.replay.scenario import GENERATED_REQUESTS, Scenario, at_rate, saturation, serve
+from specpilot.controller.simulation.surface import NamedSurface, acceptance_length, load_surface
+from specpilot.controller.simulation.workload import Arrival, Phase, generated_requests, read_arrivals
+from specpilot.policies.baselines import Truth
+from specpilot.policies.goodput import Goodput
+from specpilot.policies.interface import Plan, Policy
+from specpilot.sglang_hooks.wire import Hello, StepRecord
 
 SURFACES = ("h200-sglang", "h200-native-skip", "h200-triton", "h200-triton-skip", "moe", "context")
 CONCURRENCY = (1, 8, 16, 64, 128, 256)

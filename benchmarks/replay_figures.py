@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from replay_cases import CASES, SURFACES, Row, moving
 
-from controller.replay_statistics import mean_and_interval
+from specpilot.controller.statistics import mean_and_interval
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,12 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from controller.status import StatusError, fetch_status
-from controller.trace_info import trace_info
-from sglang_hooks.wire import MAX_MESSAGE_BYTES, MAX_TABLE_BYTES, WIRE_VERSION, Lease, encode
+from specpilot.controller.serve.report import StatusError, fetch_status
+from specpilot.controller.trace.info import trace_info
+from specpilot.sglang_hooks.wire import MAX_MESSAGE_BYTES, MAX_TABLE_BYTES, WIRE_VERSION, Lease, encode
 from tests.faults.proxy import Direction, Proxy
 from tests.faults.rig import LEASE_SECONDS, Controller, Host, Server, limit, until
-from tests.messages import record, table
+from tests.support.messages import record, table
 
 PACE_SECONDS = 0.004
 SEGMENTS = 20
@@ -319,7 +319,7 @@ class Soak:
 
 
 def record_batch(**changes: Any) -> Any:
-    from sglang_hooks.wire import StepBatch
+    from specpilot.sglang_hooks.wire import StepBatch
 
     return StepBatch([record(record_seq=0, **changes)], 0)
 

@@ -26,12 +26,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from controller.surface import H200_8B
-from sglang_hooks.agent import Agent, ServerFacts
-from sglang_hooks.settings import Settings
-from sglang_hooks.table_policy import TablePolicy
-from tests.messages import record
-from tests.web_rig import Rig, browser, running
+from specpilot.controller.simulation.surface import H200_8B
+from specpilot.sglang_hooks.agent import Agent, ServerFacts
+from specpilot.sglang_hooks.settings import Settings
+from specpilot.sglang_hooks.table_policy import TablePolicy
+from tests.support.messages import record
+from tests.support.web_rig import Rig, browser, running
 
 SERVERS = 10
 STEPS_PER_SECOND = 20.0
@@ -141,7 +141,7 @@ def measured(seconds: float) -> dict[str, Any]:
         feeder.start()
         time.sleep(30.0)  # all cells are decided, and what is new is settled
         found: dict[str, Any] = {"servers": SERVERS, "steps_per_second": SERVERS * STEPS_PER_SECOND}
-        status = [sys.executable, "-m", "controller.cli", "status", "--endpoint", rig.endpoint]
+        status = [sys.executable, "-m", "specpilot.controller.cli", "status", "--endpoint", rig.endpoint]
         spent = resource.getrusage(resource.RUSAGE_CHILDREN)
         found["status_ms"] = timed(lambda: subprocess.run(status, check=True, stdout=subprocess.DEVNULL), STATUSES)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)

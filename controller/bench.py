@@ -30,13 +30,13 @@ import zmq
 from rich.console import Console
 from rich.table import Table
 
-from controller.simserver import Batch, Mode, Result
-from controller.surface import H200_8B
-from sglang_hooks import plugin
-from sglang_hooks.agent import Agent, ServerFacts
-from sglang_hooks.settings import Settings
-from sglang_hooks.table_policy import TablePolicy
-from sglang_hooks.wire import DecisionTable, FrameDecoder, FromHook, Hello, StepRecord, encode
+from specpilot.controller.simulation.server import Batch, Mode, Result
+from specpilot.controller.simulation.surface import H200_8B
+from specpilot.sglang_hooks import plugin
+from specpilot.sglang_hooks.agent import Agent, ServerFacts
+from specpilot.sglang_hooks.settings import Settings
+from specpilot.sglang_hooks.table_policy import TablePolicy
+from specpilot.sglang_hooks.wire import DecisionTable, FrameDecoder, FromHook, Hello, StepRecord, encode
 
 _WAIT = bytes(400_000)
 BATCH_SIZES = (64, 256)
@@ -192,7 +192,17 @@ def _controller(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
         f'[controller]\nendpoint = "{endpoint}"\n[policy]\nname = "threshold"\nthreshold = 100\n'
         f'[trace]\ndirectory = "{folder}/trace"\ntotal_bytes = {256 << 20}\n'
     )
-    command = [sys.executable, "-m", "controller.cli", "--log-level", "warning", "controller", "--config", str(config)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "specpilot.controller.cli",
+        "--log-level",
+        "warning",
+        "controller",
+        "--config",
+        str(config),
+    ]
     process = subprocess.Popen(command)  # noqa: S603
     try:
         yield endpoint, process

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from controller.config import CommandError, ConfigError, default_endpoint, load_config
-from controller.server_arguments import CANDIDATES
-from sglang_hooks.connection import KeyFiles
+from specpilot.controller.config import CommandError, ConfigError, default_endpoint, load_config
+from specpilot.controller.launch.sglang_arguments import CANDIDATES
+from specpilot.sglang_hooks.connection import KeyFiles
 
 FAILED = 1
 USAGE = 2
@@ -205,8 +205,8 @@ def _endpoint_and_keys(options: argparse.Namespace) -> tuple[str, KeyFiles]:
 
 
 def _controller(options: argparse.Namespace, console: Console) -> int:  # noqa: ARG001
-    from controller.service import Service
-    from controller.web import Page
+    from specpilot.controller.serve.service import Service
+    from specpilot.controller.web import Page
 
     config = load_config(options.config)
     # libzmq ends a process that cannot accept a connection for want of descriptors; the usual limit is 1024.
@@ -233,13 +233,13 @@ def _candidates(text: str) -> list[int]:
 
 
 def _launch(options: argparse.Namespace, console: Console) -> int:
-    from controller.launch import Request, launch
+    from specpilot.controller.launch.command import Request, launch
 
     return launch(Request(options.arguments, options.config, options.candidates, options.dry_run), console)
 
 
 def _doctor(options: argparse.Namespace, console: Console) -> int:
-    from controller.doctor import Request, doctor
+    from specpilot.controller.doctor.command import Request, doctor
 
     _, keys = _endpoint_and_keys(options)
     request = Request(options.arguments, options.config, options.endpoint, keys, options.url or "", options.log)
@@ -249,7 +249,7 @@ def _doctor(options: argparse.Namespace, console: Console) -> int:
 def _status(options: argparse.Namespace, console: Console) -> int:
     import msgspec
 
-    from controller.status import fetch_status, print_status
+    from specpilot.controller.serve.report import fetch_status, print_status
 
     endpoint, keys = _endpoint_and_keys(options)
     status = fetch_status(endpoint, keys=keys)
@@ -261,7 +261,7 @@ def _status(options: argparse.Namespace, console: Console) -> int:
 
 
 def _set(options: argparse.Namespace, console: Console) -> int:
-    from controller.set_command import set_command
+    from specpilot.controller.client.settings import set_command
 
     endpoint, keys = _endpoint_and_keys(options)
     return set_command(
@@ -270,7 +270,7 @@ def _set(options: argparse.Namespace, console: Console) -> int:
 
 
 def _keygen(options: argparse.Namespace, console: Console) -> int:  # noqa: ARG001
-    from controller.keys import describe_keys, make_keys
+    from specpilot.controller.serve.keys import describe_keys, make_keys
 
     sys.stdout.write(describe_keys(make_keys(options.folder, options.client), options.client))
     return 0
@@ -279,7 +279,7 @@ def _keygen(options: argparse.Namespace, console: Console) -> int:  # noqa: ARG0
 def _trace_info(options: argparse.Namespace, console: Console) -> int:
     import msgspec
 
-    from controller.trace_info import print_trace_info, trace_info
+    from specpilot.controller.trace.info import print_trace_info, trace_info
 
     info = trace_info(options.paths)
     if options.json:
@@ -290,8 +290,8 @@ def _trace_info(options: argparse.Namespace, console: Console) -> int:
 
 
 def _trace_export(options: argparse.Namespace, console: Console) -> int:
-    from controller.trace_export import export_trace
-    from controller.trace_info import print_trace_info
+    from specpilot.controller.trace.export import export_trace
+    from specpilot.controller.trace.info import print_trace_info
 
     info = export_trace(options.paths, options.output, options.format, options.force)
     print_trace_info(info, console)
@@ -301,7 +301,7 @@ def _trace_export(options: argparse.Namespace, console: Console) -> int:
 
 
 def _fit(options: argparse.Namespace, console: Console) -> int:
-    from controller.fit import Request, fit_command
+    from specpilot.controller.fit.command import Request, fit_command
 
     request = Request(
         traces=options.traces,
@@ -315,13 +315,13 @@ def _fit(options: argparse.Namespace, console: Console) -> int:
 
 
 def _fit_neural(options: argparse.Namespace, console: Console) -> int:
-    from controller.neural_fit import fit_neural
+    from specpilot.controller.fit.neural import fit_neural
 
     return fit_neural(options.traces, options.output, options.server, options.json, console)
 
 
 def _replay(options: argparse.Namespace, console: Console) -> int:
-    from controller.replay_command import Request, replay
+    from specpilot.controller.replay.command import Request, replay
 
     request = Request(
         surface=options.surface,
@@ -341,7 +341,7 @@ def _replay(options: argparse.Namespace, console: Console) -> int:
 
 
 def _evaluate(options: argparse.Namespace, console: Console) -> int:
-    from controller.evaluate import Request, evaluate_command
+    from specpilot.controller.evaluate.command import Request, evaluate_command
 
     request = Request(options.traces, options.policy, options.server, options.json, options.replay_seconds)
     return evaluate_command(request, console)
@@ -354,7 +354,7 @@ def _url(text: str) -> str:
 
 
 def _compare(options: argparse.Namespace, console: Console) -> int:
-    from controller.compare import CONCURRENCY, Request, compare
+    from specpilot.controller.compare.command import CONCURRENCY, Request, compare
 
     endpoint, keys = _endpoint_and_keys(options)
     request = Request(
@@ -375,13 +375,13 @@ def _compare(options: argparse.Namespace, console: Console) -> int:
 
 
 def _demo(options: argparse.Namespace, console: Console) -> int:
-    from controller.demo import run_demo
+    from specpilot.controller.demo.command import run_demo
 
     return run_demo(options.seconds, options.json, options.png, options.keep, console)
 
 
 def _bench_hook(options: argparse.Namespace, console: Console) -> int:
-    from controller.bench import bench_hook
+    from specpilot.controller.bench import bench_hook
 
     return bench_hook(options.json, options.steps, options.memory_steps, console)
 

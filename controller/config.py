@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import msgspec
 
-from policies.bounds import bounded
-from policies.interface import Plan, Policy
-from policies.static import Static
-from policies.threshold import Threshold
-from sglang_hooks.connection import EndpointError, check_endpoint, is_tcp
-from sglang_hooks.settings import max_steps_by_batch
-from sglang_hooks.wire import Hello
+from specpilot.policies.interface import Plan, Policy
+from specpilot.policies.rules.bounds import bounded
+from specpilot.policies.static import Static
+from specpilot.policies.threshold import Threshold
+from specpilot.sglang_hooks.connection import EndpointError, check_endpoint, is_tcp
+from specpilot.sglang_hooks.settings import max_steps_by_batch
+from specpilot.sglang_hooks.wire import Hello
 
 if TYPE_CHECKING:
-    from policies.goodput import Goodput
+    from specpilot.policies.goodput import Goodput
 
 Steps = Annotated[int, msgspec.Meta(ge=0, le=64)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
@@ -77,7 +77,7 @@ class GoodputPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
     def build(self, prior: dict[str, Any] | None = None) -> Policy:
         """Return a fresh policy for one server; ``prior`` as it was stored."""
-        from policies.goodput import Goodput  # and with it numpy, which ``specpilot status`` does without
+        from specpilot.policies.goodput import Goodput  # and with it numpy, which ``specpilot status`` does without
 
         return Goodput(prior, self.time_per_output_token, self.max_steps, self.exploration_floor)
 
@@ -97,8 +97,8 @@ class NeuralPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
 
     def build(self, prior: dict[str, Any] | None = None) -> Policy:  # noqa: ARG002
         """Return a fresh policy for one server; ConfigError if the file cannot be used."""
-        from controller.neural_file import load_model
-        from policies.neural import Neural
+        from specpilot.controller.neural_file import load_model
+        from specpilot.policies.neural import Neural
 
         return Neural(load_model(Path(self.model)))
 

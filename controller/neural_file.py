@@ -1,4 +1,4 @@
-"""The file of a ``policies.neural.Model``: arrays in numpy's ``.npz``, read without unpickling anything."""
+"""The file of a ``specpilot.policies.neural.Model``: arrays in numpy's ``.npz``, read without unpickling anything."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from controller.config import ConfigError
-from policies.neural import Model
+from specpilot.controller.config import ConfigError
+from specpilot.policies.neural import Model
 
 MAX_BYTES = 1 << 20
 """A model has some thirty kB."""

@@ -16,16 +16,24 @@ from typing import Any
 
 import numpy as np
 
-from policies.acceptance import AcceptanceModel
-from policies.applied import AppliedSteps
-from policies.cost import CostModel
-from policies.exploration import BLOCK_STEPS, LEAST_LOSS, PROBE_STEPS, Budget, alternatives, floored, probe
-from policies.interface import Grid, Plan, Policy
-from policies.knowledge import Knowledge, Outlook
-from policies.recovery import FOLLOW_PROBABILITY, Watch
-from policies.switching import Spells, may_lose
-from policies.vetoes import Vetoes
-from sglang_hooks.wire import Hello, StepRecord
+from specpilot.policies.interface import Grid, Plan, Policy
+from specpilot.policies.knowledge import Knowledge, Outlook
+from specpilot.policies.models.acceptance import AcceptanceModel
+from specpilot.policies.models.applied import AppliedSteps
+from specpilot.policies.models.cost import CostModel
+from specpilot.policies.rules.exploration import (
+    BLOCK_STEPS,
+    LEAST_LOSS,
+    PROBE_STEPS,
+    Budget,
+    alternatives,
+    floored,
+    probe,
+)
+from specpilot.policies.rules.recovery import FOLLOW_PROBABILITY, Watch
+from specpilot.policies.rules.switching import Spells, may_lose
+from specpilot.policies.rules.vetoes import Vetoes
+from specpilot.sglang_hooks.wire import Hello, StepRecord
 
 CONTEXT_EDGES = (1024, 4096, 16384)
 """Tokens per request; attention's share of a step differs by more than noise between these."""

@@ -11,8 +11,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Any
 
-from policies.knowledge import Knowledge
-from sglang_hooks.wire import DecisionTable, Hello, StepRecord
+from specpilot.policies.knowledge import Knowledge
+from specpilot.sglang_hooks.wire import DecisionTable, Hello, StepRecord
 
 
 @dataclass(frozen=True)

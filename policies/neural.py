@@ -6,7 +6,7 @@
 
 The context is what a step record tells: batch size, context tokens, queue, steps since K last changed, how
 often drafts were accepted of late (by position, over two horizons), and how much the running requests have
-been given. The nets are fitted offline from traces (``controller/neural_fit.py``), the only place that
+been given. The nets are fitted offline from traces (``controller/fit/neural.py``), the only place that
 needs torch: seconds by regression weighted with the inverse of the logged probability, acceptance by the
 likelihood of accepted and refused drafts, which any K tells of the smaller ones. Here they are only asked, a few
 matrix products, on the grid of a plan's cells.
@@ -23,14 +23,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from policies.acceptance import trials_of
-from policies.applied import AppliedSteps
-from policies.cost_prior import fingerprint
-from policies.exploration import PROBE_STEPS, probe
-from policies.goodput import CONTEXT_EDGES, KEEP, STAY
-from policies.interface import Grid, Plan, Policy, PolicyError
-from policies.vetoes import Vetoes
-from sglang_hooks.wire import MASKED, Hello, StepRecord
+from specpilot.policies.goodput import CONTEXT_EDGES, KEEP, STAY
+from specpilot.policies.interface import Grid, Plan, Policy, PolicyError
+from specpilot.policies.models.acceptance import trials_of
+from specpilot.policies.models.applied import AppliedSteps
+from specpilot.policies.models.cost_prior import fingerprint
+from specpilot.policies.rules.exploration import PROBE_STEPS, probe
+from specpilot.policies.rules.vetoes import Vetoes
+from specpilot.sglang_hooks.wire import MASKED, Hello, StepRecord
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -51,7 +51,7 @@ TEXT_FEATURES = 3
 class Context:
     """What of the records goes into the features; the same at fitting and at serving.
 
-    >>> from tests.messages import record
+    >>> from tests.support.messages import record
     >>> context = Context(positions=2, topk=1)
     >>> for _ in range(50):
     ...     context.learn(record(accepted_drafts=[3, 0], batch_size=2))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from policies.interface import Grid, Plan, Policy, PolicyError
-from sglang_hooks.wire import Hello
+from specpilot.policies.interface import Grid, Plan, Policy, PolicyError
+from specpilot.sglang_hooks.wire import Hello
 
 
 class Static(Policy):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from policies.interface import Grid, Plan, Policy, PolicyError
-from sglang_hooks.wire import Hello
+from specpilot.policies.interface import Grid, Plan, Policy, PolicyError
+from specpilot.sglang_hooks.wire import Hello
 
 
 def default_band(threshold: int) -> int:
@@ -22,7 +22,7 @@ class Threshold(Policy):
     within ``band`` requests of it whatever is in force stays: speculation that is on goes
     off above ``threshold + band``, speculation that is off comes on at ``threshold - band``.
 
-    >>> from tests.messages import hello
+    >>> from tests.support.messages import hello
     >>> plan = Threshold(threshold=5, steps=3, band=1).decide(hello(candidate_steps=[0, 1, 3]), 0.0)
     >>> plan.grid.batch_edges, plan.choice, [sorted(kept) for kept in plan.keep]
     ((4, 5, 6), (3, 3, 0, 0), [[], [0], [3], []])

@@ -1,6 +1,6 @@
 """Everything of the plugin that lives in one scheduler process, whoever drives it.
 
-``plugin.py`` drives it from inside SGLang, ``controller/simserver.py`` from a simulated
+``plugin.py`` drives it from inside SGLang, ``controller/simulation/server.py`` from a simulated
 scheduler; both call the same methods at the same places of the loop:
 
     pull(received)         rank 0, once per receiving pass: table or source changes to broadcast
@@ -23,14 +23,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_hooks.broadcast import AllGather, Confirmation, PolicyUpdate, UpdateSource, apply_update
-from sglang_hooks.connection import is_tcp, read_keys
-from sglang_hooks.context import ContextTracker, ended_rows
-from sglang_hooks.link import Link, Mailbox, RecordQueue
-from sglang_hooks.recorder import Recorder
-from sglang_hooks.settings import Settings
-from sglang_hooks.table_policy import TablePolicy
-from sglang_hooks.wire import DecisionSource, Hello, HookState
+from specpilot.sglang_hooks.broadcast import AllGather, Confirmation, PolicyUpdate, UpdateSource, apply_update
+from specpilot.sglang_hooks.connection import is_tcp, read_keys
+from specpilot.sglang_hooks.context import ContextTracker, ended_rows
+from specpilot.sglang_hooks.link import Link, Mailbox, RecordQueue
+from specpilot.sglang_hooks.recorder import Recorder
+from specpilot.sglang_hooks.settings import Settings
+from specpilot.sglang_hooks.table_policy import TablePolicy
+from specpilot.sglang_hooks.wire import DecisionSource, Hello, HookState
 
 logger = logging.getLogger(__name__)
 

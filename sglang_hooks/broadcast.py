@@ -20,12 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_hooks.settings import Settings
-from sglang_hooks.table_policy import CompiledTable, TablePolicy
-from sglang_hooks.wire import DecisionSource
+from specpilot.sglang_hooks.settings import Settings
+from specpilot.sglang_hooks.table_policy import CompiledTable, TablePolicy
+from specpilot.sglang_hooks.wire import DecisionSource
 
 if TYPE_CHECKING:
-    from sglang_hooks.link import Mailbox
+    from specpilot.sglang_hooks.link import Mailbox
 
 logger = logging.getLogger(__name__)
 

@@ -57,7 +57,7 @@ def check_endpoint(endpoint: str) -> None:
 
     >>> check_endpoint("ipc://@name")
     Traceback (most recent call last):
-    sglang_hooks.connection.EndpointError: use ipc:// and an absolute path, or tcp://host:port
+    specpilot.sglang_hooks.connection.EndpointError: use ipc:// and an absolute path, or tcp://host:port
     """
     if tcp := _TCP.fullmatch(endpoint):
         if not 0 < int(tcp[2]) < 1 << 16:

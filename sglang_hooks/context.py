@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_hooks.table_policy import TablePolicy
+from specpilot.sglang_hooks.table_policy import TablePolicy
 
 REFRESH_PASSES = 256
 """Forward passes after which lengths are read anew though the batch's members stayed.

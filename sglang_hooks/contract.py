@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_hooks.source import Function, Source, parameters, places
+from specpilot.sglang_hooks.source import Function, Source, parameters, places
 
 TESTED_VERSIONS = ("0.5.20", "0.5.21", "0.5.22", "0.5.23")
 RIG_VERSION = "0.5.17"

@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import zmq
 
-from sglang_hooks.connection import HANDSHAKE_SECONDS, EndpointError, KeyFiles, Watch, connect
-from sglang_hooks.counters import Announcer
-from sglang_hooks.table_policy import CompiledTable, TableError
-from sglang_hooks.wire import (
+from specpilot.sglang_hooks.connection import HANDSHAKE_SECONDS, EndpointError, KeyFiles, Watch, connect
+from specpilot.sglang_hooks.counters import Announcer
+from specpilot.sglang_hooks.table_policy import CompiledTable, TableError
+from specpilot.sglang_hooks.wire import (
     MAX_TABLE_BYTES,
     DecisionTable,
     FrameDecoder,

@@ -43,10 +43,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from sglang_hooks.agent import Agent
-from sglang_hooks.broadcast import PolicyUpdate
-from sglang_hooks.connection import EndpointError
-from sglang_hooks.contract import (
+from specpilot.sglang_hooks.agent import Agent
+from specpilot.sglang_hooks.broadcast import PolicyUpdate
+from specpilot.sglang_hooks.connection import EndpointError
+from specpilot.sglang_hooks.contract import (
     BATCH,
     DRAFT_WORKER,
     EAGLE_DRAFT,
@@ -66,12 +66,12 @@ from sglang_hooks.contract import (
     installed_moved,
     owned_length,
 )
-from sglang_hooks.patches import Hook, Patch, PatchError, apply, revert
-from sglang_hooks.server_facts import load_of, server_facts
-from sglang_hooks.settings import Settings, SettingsError
-from sglang_hooks.skip import DecodeSkip, is_out_of_memory, marker_class, unsupported_reason, version_reason
-from sglang_hooks.table_policy import TablePolicy
-from sglang_hooks.tree import TreeController, drafts_a_tree
+from specpilot.sglang_hooks.patches import Hook, Patch, PatchError, apply, revert
+from specpilot.sglang_hooks.server_facts import load_of, server_facts
+from specpilot.sglang_hooks.settings import Settings, SettingsError
+from specpilot.sglang_hooks.skip import DecodeSkip, is_out_of_memory, marker_class, unsupported_reason, version_reason
+from specpilot.sglang_hooks.table_policy import TablePolicy
+from specpilot.sglang_hooks.tree import TreeController, drafts_a_tree
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from time import time
 from typing import Any, NamedTuple
 
-from sglang_hooks.context import ended_rows
-from sglang_hooks.link import RecordQueue
-from sglang_hooks.table_policy import TablePolicy
-from sglang_hooks.wire import MASKED, ForwardKind, StepRecord
+from specpilot.sglang_hooks.context import ended_rows
+from specpilot.sglang_hooks.link import RecordQueue
+from specpilot.sglang_hooks.table_policy import TablePolicy
+from specpilot.sglang_hooks.wire import MASKED, ForwardKind, StepRecord
 
 _KEPT = 8
 """Launches whose facts are kept; overlap scheduling has two in flight."""

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
-from sglang_hooks.gaps import Gaps
+from specpilot.sglang_hooks.gaps import Gaps
 
 MOST_POSITIONS = 1024
 """Largest ring of a request: filling in more costs more than its next drafts gain."""

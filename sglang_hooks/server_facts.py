@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang_hooks.agent import ServerFacts, default_server_id
+from specpilot.sglang_hooks.agent import ServerFacts, default_server_id
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_hooks.connection import EndpointError, KeyFiles, check_endpoint, check_keys_named
+from specpilot.sglang_hooks.connection import EndpointError, KeyFiles, check_endpoint, check_keys_named
 
 
 class SettingsError(ValueError):

@@ -25,8 +25,8 @@ import logging
 import time
 from typing import Any, NamedTuple
 
-from sglang_hooks import contract
-from sglang_hooks.resume import Resume
+from specpilot.sglang_hooks import contract
+from specpilot.sglang_hooks.resume import Resume
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import NamedTuple
 
-from sglang_hooks.settings import Settings, SettingsError
-from sglang_hooks.wire import MAX_EDGES, DecisionSource, DecisionTable
+from specpilot.sglang_hooks.settings import Settings, SettingsError
+from specpilot.sglang_hooks.wire import MAX_EDGES, DecisionSource, DecisionTable
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_hooks.table_policy import TablePolicy
+from specpilot.sglang_hooks.table_policy import TablePolicy
 
 
 class TreeController:

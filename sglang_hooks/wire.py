@@ -243,7 +243,7 @@ class StatusRequest(msgspec.Struct, frozen=True, array_like=True, tag="status?")
 
 
 class StatusReport(msgspec.Struct, frozen=True, array_like=True, tag="status"):
-    """The controller's view of itself and of every server, as JSON (``controller/status.py``)."""
+    """The controller's view of itself and of every server, as JSON (``controller/serve/report.py``)."""
 
     report: bytes
 
@@ -267,7 +267,7 @@ class SetReply(msgspec.Struct, frozen=True, array_like=True, tag="set"):
 
     error: str
     report: bytes
-    """What is in force now, as JSON (``controller/live_config.py``)."""
+    """What is in force now, as JSON (``controller/serve/live_config.py``)."""
 
 
 FromHook = Hello | StepBatch | HookState | StatusRequest | SetRequest
@@ -289,7 +289,7 @@ class FrameDecoder:
     Lease(epoch=3, lease_seconds=5.0)
     >>> FrameDecoder(ToHook).decode(b"x")
     Traceback (most recent call last):
-    sglang_hooks.wire.WireError: wire version 120, this side speaks 2: run the same specpilot on both
+    specpilot.sglang_hooks.wire.WireError: wire version 120, this side speaks 2: run the same specpilot on both
     """
 
     def __init__(self, expected: object, limit: int = MAX_MESSAGE_BYTES) -> None:

@@ -24,8 +24,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from controller import trace
-from controller.config import (
+from specpilot.controller.config import (
     Config,
     ConfigError,
     ControllerConfig,
@@ -35,24 +34,25 @@ from controller.config import (
     TraceConfig,
     load_config,
 )
-from controller.keys import make_keys
-from controller.neural_file import load_model, save_model
-from controller.priors import PriorStore
-from controller.service import Service
-from controller.status import print_status, read_report
-from controller.switchback import Stored, Switchback
-from controller.trace_info import trace_info
-from controller.trace_reader import Segment, TraceError
-from controller.workload import ArrivalsError, read_arrivals
-from policies.cost_prior import fingerprint
-from policies.goodput import Goodput
-from policies.interface import PolicyError
-from policies.neural import Model, Net, Neural
-from sglang_hooks.connection import EndpointError, KeyFiles, check_endpoint, read_key_pair
-from sglang_hooks.link import Link, Mailbox, RecordQueue
-from sglang_hooks.settings import OPTIONS, Settings, SettingsError
-from sglang_hooks.table_policy import CompiledTable, TableError, TablePolicy
-from sglang_hooks.wire import (
+from specpilot.controller.neural_file import load_model, save_model
+from specpilot.controller.serve.keys import make_keys
+from specpilot.controller.serve.priors import PriorStore
+from specpilot.controller.serve.report import print_status, read_report
+from specpilot.controller.serve.service import Service
+from specpilot.controller.serve.switchback import Stored, Switchback
+from specpilot.controller.simulation.workload import ArrivalsError, read_arrivals
+from specpilot.controller.trace import writer as trace
+from specpilot.controller.trace.info import trace_info
+from specpilot.controller.trace.reader import Segment, TraceError
+from specpilot.policies.goodput import Goodput
+from specpilot.policies.interface import PolicyError
+from specpilot.policies.models.cost_prior import fingerprint
+from specpilot.policies.neural import Model, Net, Neural
+from specpilot.sglang_hooks.connection import EndpointError, KeyFiles, check_endpoint, read_key_pair
+from specpilot.sglang_hooks.link import Link, Mailbox, RecordQueue
+from specpilot.sglang_hooks.settings import OPTIONS, Settings, SettingsError
+from specpilot.sglang_hooks.table_policy import CompiledTable, TableError, TablePolicy
+from specpilot.sglang_hooks.wire import (
     MAX_MESSAGE_BYTES,
     WIRE_VERSION,
     DecisionSource,
@@ -69,7 +69,7 @@ from sglang_hooks.wire import (
     WireError,
     encode,
 )
-from tests.messages import hello, record, table
+from tests.support.messages import hello, record, table
 
 LONGER = "FUZZ_EXAMPLES" in os.environ
 fuzz = settings(

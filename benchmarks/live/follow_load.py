@@ -121,7 +121,7 @@ def median_step_seconds(steps: list[dict[str, Any]]) -> dict[str, dict[str, floa
 
 
 def read_trace(folder: Path) -> list[dict[str, Any]]:
-    from controller.trace_reader import Segment, segments
+    from specpilot.controller.trace.reader import Segment, segments
 
     rows: list[dict[str, Any]] = []
     for path in segments([folder]):
@@ -151,7 +151,7 @@ def main() -> int:
     os.environ.setdefault("SGLANG_SIMULATE_ACC_LEN", "2.0")
     os.environ.setdefault("SGLANG_SIMULATE_ACC_METHOD", "match-expected")
     os.environ.setdefault("SGLANG_SIMULATE_ACC_TOKEN_MODE", "real-draft-token")
-    specpilot = [sys.executable, "-m", "controller.cli"]
+    specpilot = [sys.executable, "-m", "specpilot.controller.cli"]
     controller = subprocess.Popen([*specpilot, "controller", "--config", str(config)])
     report: dict[str, Any] = {}
 

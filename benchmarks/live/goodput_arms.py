@@ -58,7 +58,7 @@ def install() -> None:
     """Have the plugin's agent set this up where it starts; call at import in ``__mp_main__``."""
     if FOLDER not in os.environ:
         return
-    from sglang_hooks.agent import Agent
+    from specpilot.sglang_hooks.agent import Agent
 
     original = Agent.start
 
@@ -130,8 +130,8 @@ class Arms:
     # -- what runs on the scheduler thread --
 
     def decide(self, lookup: Any, batch_size: int) -> Any:
-        from sglang_hooks.table_policy import Launch
-        from sglang_hooks.wire import DecisionSource
+        from specpilot.sglang_hooks.table_policy import Launch
+        from specpilot.sglang_hooks.wire import DecisionSource
 
         policy = self.policy
         self.acceptance, arm, block = self.board.read()
@@ -211,7 +211,7 @@ def sglang_rule(candidates: Sequence[int], captured_batch_sizes: Sequence[int]) 
         for batch, tier in own.DEFAULT_ADAPTIVE_CONFIG.items()
     }  # fmt: skip
     # The plugin has put its own class in the place of SGLang's, whose parts are as they were.
-    from sglang_hooks import plugin
+    from specpilot.sglang_hooks import plugin
 
     rule = next((p.original for p in plugin._installed.patches if p.target == plugin.POLICY_CLASS),
                 own.AdaptiveSpeculativeParams)  # fmt: skip

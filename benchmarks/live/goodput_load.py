@@ -335,7 +335,7 @@ class Run:
             f'[trace]\ndirectory = "{self.raw}/trace"\n[prior]\ndirectory = ""\n'
         )
         log = (self.raw / "controller.log").open("w")
-        command = [sys.executable, "-m", "controller.cli", "controller", "--config", str(config)]
+        command = [sys.executable, "-m", "specpilot.controller.cli", "controller", "--config", str(config)]
         self.controller = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder)
 
     def start(self) -> None:
@@ -370,7 +370,7 @@ class Run:
         return [line[:300] for line in lines if any(word in line for word in words)]
 
     def ask(self) -> dict[str, Any]:
-        command = [sys.executable, "-m", "controller.cli", "status", "--endpoint", self.endpoint, "--json"]
+        command = [sys.executable, "-m", "specpilot.controller.cli", "status", "--endpoint", self.endpoint, "--json"]
         asked = subprocess.run(command, capture_output=True, text=True, cwd=self.folder, timeout=20)
         return dict(json.loads(asked.stdout)) if asked.returncode == 0 else {"error": asked.stderr[-500:]}
 

@@ -18,7 +18,7 @@ if [ ! -d "$extra" ]; then
   for archive in "$bundle2"/*.tar.xz; do tar xf "$archive" -C "$extra"; done
 fi
 export PYTHONPATH="$root/specpilot:$extra:$root/site"
-python3 -c 'import controller.cli, controller.trace' || { echo "the controller cannot start, see above"; exit 1; }
+python3 -c 'import specpilot.controller.cli, specpilot.controller.trace.writer' || { echo "the controller cannot start, see above"; exit 1; }
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.max.sm --format=csv
 left=$(( budget - SECONDS ))
 timeout -k 5 "$(( left - 10 ))" python3 "$here/goodput_load.py" run --models "$root/models" --raw "$raw" \

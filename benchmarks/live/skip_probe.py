@@ -35,7 +35,7 @@ def install() -> None:
     """Have SGLang's plugin loader set the probe up in this process; call at import in ``__mp_main__``."""
     if FOLDER not in os.environ:
         return
-    from sglang_hooks import plugin
+    from specpilot.sglang_hooks import plugin
 
     original = plugin.activate
 
@@ -145,7 +145,7 @@ class Probe:
         self.arm = arm
         if arm == "none":
             return
-        from sglang_hooks import plugin
+        from specpilot.sglang_hooks import plugin
 
         if self.skip is None:
             self.skip = plugin._installed.skip

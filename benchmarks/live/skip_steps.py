@@ -37,7 +37,7 @@ def install() -> None:
     """Have SGLang's plugin loader set this up in the process; call at import in ``__mp_main__``."""
     if FOLDER not in os.environ:
         return
-    from sglang_hooks import plugin
+    from specpilot.sglang_hooks import plugin
 
     original = plugin.activate
 
@@ -137,7 +137,7 @@ class Conductor:
         return int(blocks[-1][0])
 
     def choose(self, steps: int) -> None:
-        from sglang_hooks import plugin
+        from specpilot.sglang_hooks import plugin
 
         if plugin._installed.agent is not None:
             plugin._installed.agent.policy.fallback_steps = steps
@@ -171,7 +171,7 @@ class Conductor:
     def state(self, scheduler: Any) -> None:
         import torch
 
-        from sglang_hooks import plugin
+        from specpilot.sglang_hooks import plugin
 
         torch.cuda.synchronize()
         free, _ = torch.cuda.mem_get_info()

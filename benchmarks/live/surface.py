@@ -70,7 +70,7 @@ class Rotator(threading.Thread):
         self.turn = 0
 
     def run(self) -> None:
-        from sglang_hooks.wire import DecisionTable, FrameDecoder, FromHook, Hello, Lease, StepBatch, encode
+        from specpilot.sglang_hooks.wire import DecisionTable, FrameDecoder, FromHook, Hello, Lease, StepBatch, encode
 
         context = zmq.Context()
         socket = context.socket(zmq.ROUTER)

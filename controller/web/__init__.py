@@ -3,7 +3,8 @@
     server.py  a thread with uvicorn, apart from the controller's loop    app.py   paths, token, headers
     view.py    a snapshot as what the page shows                          static/  the page itself
 
-The page reads the same snapshot as ``/metrics`` (``controller/board.py``), and nothing here can change anything.
+The page reads the same snapshot as ``/metrics`` (``controller/serve/snapshot.py``); nothing here can change
+anything.
 """
 
-from controller.web.server import Page as Page
+from specpilot.controller.web.server import Page as Page

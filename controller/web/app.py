@@ -27,10 +27,10 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from controller.board import Board, Snapshot
-from controller.config import is_loopback
-from controller.metrics import exposition
-from controller.web.view import hour_view, page_view
+from specpilot.controller.config import is_loopback
+from specpilot.controller.serve.snapshot import Board, Snapshot
+from specpilot.controller.web.metrics import exposition
+from specpilot.controller.web.view import hour_view, page_view
 
 ANSWER_SECONDS = 2.0
 """The loop turns ten times a second: one that does not answer in this time is stuck."""
@@ -47,7 +47,7 @@ HEADERS = (
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"cache-control", b"no-cache"),
 )
-_STATIC = files("controller.web") / "static"
+_STATIC = files("specpilot.controller.web") / "static"
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]+)(:\d+)?")
 
 
@@ -63,7 +63,7 @@ def make_app(board: Board, token: str = "", check_host: bool = True) -> Starlett
         Route("/metrics", reader.metrics),
         Route("/healthz", reader.healthz),
         Route("/login", _Login(token).post, methods=["POST"]),
-        Mount("/static", StaticFiles(packages=[("controller.web", "static")])),
+        Mount("/static", StaticFiles(packages=[("specpilot.controller.web", "static")])),
     ]
     return Starlette(routes=routes, middleware=[guard], exception_handlers={TimeoutError: _stuck})
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from controller.board import Board
-from controller.config import ConfigError, WebConfig, is_loopback
-from controller.web.app import make_app
+from specpilot.controller.config import ConfigError, WebConfig, is_loopback
+from specpilot.controller.serve.snapshot import Board
+from specpilot.controller.web.app import make_app
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,17 @@ from functools import lru_cache
 
 import msgspec
 
-from controller.board import ServerSnapshot, Snapshot
-from controller.history import SPAN_SECONDS
-from controller.status import ControllerStatus, ServerStatus, describe_source, describe_time, range_names
-from policies.knowledge import Estimate, Knowledge, Option, Outlook
-from sglang_hooks.wire import DecisionSource, DecisionTable
+from specpilot.controller.serve.history import SPAN_SECONDS
+from specpilot.controller.serve.report import (
+    ControllerStatus,
+    ServerStatus,
+    describe_source,
+    describe_time,
+    range_names,
+)
+from specpilot.controller.serve.snapshot import ServerSnapshot, Snapshot
+from specpilot.policies.knowledge import Estimate, Knowledge, Option, Outlook
+from specpilot.sglang_hooks.wire import DecisionSource, DecisionTable
 
 SILENT_SECONDS = 3.0
 

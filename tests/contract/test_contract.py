@@ -12,10 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-import sglang_hooks
-from sglang_hooks import contract
-from sglang_hooks.contract import ENTRY, HOOKS, RESULT, RUNNER, SCHEDULER, SKIP, Use, moved
-from sglang_hooks.source import Function, Source, parameters
+from specpilot.sglang_hooks import contract
+from specpilot.sglang_hooks.contract import ENTRY, HOOKS, RESULT, RUNNER, SCHEDULER, SKIP, Use, moved
+from specpilot.sglang_hooks.source import Function, Source, parameters
 from tests.contract import wheels
 from tests.contract.wheels import VERSIONS, Edited, source
 
@@ -173,7 +172,7 @@ def test_every_form_is_that_of_a_supported_version() -> None:
     assert [use.target for use, forms in found.items() if forms != set(use.forms)] == []
 
 
-FOLDER = Path(sglang_hooks.__file__).parent
+FOLDER = Path(contract.__file__).parent
 TREES = {path.name: ast.parse(path.read_text()) for path in FOLDER.glob("*.py")}
 
 OWNERS: dict[str, tuple[str, ...]] = {
@@ -291,7 +290,7 @@ def test_every_hooked_function_is_written_down() -> None:
 
 
 def test_the_rigs_fake_runner_has_nothing_that_sglangs_lacks() -> None:
-    skip_rig = pytest.importorskip("tests.skip_rig")
+    skip_rig = pytest.importorskip("tests.support.skip_rig")
     fake = set(vars(skip_rig.Runner())) | {
         name for name, _ in inspect.getmembers(skip_rig.Runner, inspect.isfunction) if not name.startswith("_")
     }
@@ -305,7 +304,7 @@ def test_the_rigs_fake_runner_has_nothing_that_sglangs_lacks() -> None:
 def test_the_start_on_a_version_to_come_says_whether_its_code_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     import sglang
 
-    from sglang_hooks import plugin
+    from specpilot.sglang_hooks import plugin
 
     monkeypatch.setenv("SPECPILOT_ENDPOINT", "ipc:///tmp/none.ipc")
     monkeypatch.setattr(sglang, "__version__", "0.5.24")
@@ -321,7 +320,7 @@ def test_the_start_on_a_version_to_come_says_whether_its_code_fits(monkeypatch: 
 def test_what_moved_ends_the_start_though_the_version_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     import sglang
 
-    from sglang_hooks import plugin
+    from specpilot.sglang_hooks import plugin
 
     monkeypatch.setenv("SPECPILOT_ENDPOINT", "ipc:///tmp/none.ipc")
     monkeypatch.setenv("SPECPILOT_ALLOW_UNTESTED", "1")

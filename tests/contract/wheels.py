@@ -13,8 +13,8 @@ import sys
 import zipfile
 from pathlib import Path
 
-from sglang_hooks.contract import RIG_VERSION, TESTED_VERSIONS
-from sglang_hooks.source import Source
+from specpilot.sglang_hooks.contract import RIG_VERSION, TESTED_VERSIONS
+from specpilot.sglang_hooks.source import Source
 
 FOLDER = Path(__file__).parents[2] / ".venv" / "sglang"
 VERSIONS = (RIG_VERSION, *TESTED_VERSIONS)

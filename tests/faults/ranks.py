@@ -3,7 +3,7 @@
     python -m tests.faults.shifted tests.faults.ranks       then one JSON object a line on standard input, see ``Spec``
 
 The host imports SGLang once and forks the ranks of each server from itself. A rank runs the loop of
-``controller/simserver.py``; what it receives comes through SGLang's own receiving pass, receive skipper
+``controller/simulation/server.py``; what it receives comes through SGLang's own receiving pass, receive skipper
 and request broadcast over gloo, so a ``Command`` reaches every rank in the same pass, as a request would.
 
 Each rank appends every decision to ``rank<N>.decisions`` (``DECISION``), and rank 0 keeps ``stats.json``.
@@ -40,21 +40,21 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
-from controller.simserver import Req, SimServer
-from controller.surface import H200_8B
-from controller.workload import Phase, Workload
-from sglang_hooks import agent as agent_module
-from sglang_hooks import plugin
-from sglang_hooks.agent import Agent
-from sglang_hooks.broadcast import PolicyUpdate
-from sglang_hooks.link import Mailbox
-from sglang_hooks.settings import Settings
-from sglang_hooks.table_policy import TablePolicy
-from sglang_hooks.wire import DecisionSource
-from tests import sglang_rig as rig
+from specpilot.controller.simulation.server import Req, SimServer
+from specpilot.controller.simulation.surface import H200_8B
+from specpilot.controller.simulation.workload import Phase, Workload
+from specpilot.sglang_hooks import agent as agent_module
+from specpilot.sglang_hooks import plugin
+from specpilot.sglang_hooks.agent import Agent
+from specpilot.sglang_hooks.broadcast import PolicyUpdate
+from specpilot.sglang_hooks.link import Mailbox
+from specpilot.sglang_hooks.settings import Settings
+from specpilot.sglang_hooks.table_policy import TablePolicy
+from specpilot.sglang_hooks.wire import DecisionSource
 from tests.faults import shifted
 from tests.faults.command import DECISION, STATS_BYTES, Command
-from tests.rank_process import Group
+from tests.support import sglang_rig as rig
+from tests.support.rank_process import Group
 
 STATS_SECONDS = 0.02
 COUNTED_TURNS = 8

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import zmq
 
-from controller.status import ControllerStatus, ServerStatus, StatusError, fetch_status
+from specpilot.controller.serve.report import ControllerStatus, ServerStatus, StatusError, fetch_status
 from tests.faults import shifted
 from tests.faults.command import DECISION, Command
 
@@ -197,7 +197,7 @@ class Controller:
                     sys.executable,
                     "-m",
                     "tests.faults.shifted",
-                    "controller.cli",
+                    "specpilot.controller.cli",
                     "controller",
                     "--config",
                     str(self.config),

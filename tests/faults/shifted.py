@@ -1,6 +1,6 @@
 """Clocks that jump: runs a module with ``time.time`` and ``time.monotonic`` shifted, also from outside.
 
-    SHIFT_FILE=FILE python -m tests.faults.shifted controller.cli controller --config ...
+    SHIFT_FILE=FILE python -m tests.faults.shifted specpilot.controller.cli controller --config ...
 
 FILE holds two float64, seconds added to either clock, and may be written to at any time.
 """

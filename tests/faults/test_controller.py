@@ -15,7 +15,7 @@ import psutil
 import pytest
 import zmq
 
-from sglang_hooks.wire import StatusRequest, encode
+from specpilot.sglang_hooks.wire import StatusRequest, encode
 from tests.faults.conftest import RECOVERY_SECONDS, Scene, unharmed
 from tests.faults.rig import ENVIRONMENT, LEASE_SECONDS, Host, Server, limit, until
 
@@ -83,7 +83,7 @@ def test_a_configuration_that_is_wrong_is_refused_and_the_servers_wait_at_their_
 def test_a_second_controller_on_the_endpoint_is_refused(scene: Scene) -> None:
     epochs = [server.stats()["epoch"] for server in scene.servers]
     second = subprocess.run(
-        [sys.executable, "-m", "controller.cli", "controller", "--config", str(scene.controller.config)],
+        [sys.executable, "-m", "specpilot.controller.cli", "controller", "--config", str(scene.controller.config)],
         capture_output=True,
         text=True,
         env=ENVIRONMENT,

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from controller.trace_info import trace_info
+from specpilot.controller.trace.info import trace_info
 from tests.faults.command import DECISION
 from tests.faults.conftest import Scene
 from tests.faults.rig import LEASE_SECONDS, Controller, Host, Server, limit, until

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from sglang_hooks.link import BATCH_RECORDS
-from sglang_hooks.wire import (
+from specpilot.sglang_hooks.link import BATCH_RECORDS
+from specpilot.sglang_hooks.wire import (
     MAX_MESSAGE_BYTES,
     MAX_TABLE_BYTES,
     WIRE_VERSION,
@@ -20,7 +20,7 @@ from sglang_hooks.wire import (
 from tests.faults.conftest import Scene
 from tests.faults.proxy import Direction
 from tests.faults.rig import until
-from tests.messages import hello, record, table
+from tests.support.messages import hello, record, table
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(240)]
 

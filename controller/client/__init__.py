@@ -1,0 +1,1 @@
+"""What an operator asks a running controller, and how the answer is printed."""

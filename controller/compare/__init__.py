@@ -1,0 +1,1 @@
+"""``specpilot compare``: arms against each other on a live server."""

@@ -1,0 +1,97 @@
+"""``specpilot doctor``: what would keep a server from being steered, or makes it smaller than it need be.
+
+It looks and changes nothing: no file, folder or socket is made, and no server is asked to do anything.
+
+    doctor_host.py     versions, SPECPILOT_ variables, configuration, socket, controller, disk
+    doctor_server.py   SGLang's arguments, as given and as a running server has them
+    doctor_start.py    a server's log, GPU memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from specpilot.controller.doctor.host import (
+    address,
+    check_configuration,
+    check_controller,
+    check_settings,
+    check_socket,
+    check_storage,
+    check_versions,
+)
+from specpilot.controller.doctor.report import Check, print_checks, problems
+from specpilot.controller.doctor.server import RUNNING, Server, check_server, read_arguments, read_running, server_of
+from specpilot.controller.doctor.startup import check_gpus, check_log, open_log
+from specpilot.controller.serve.report import NO_KEYS, ControllerStatus
+from specpilot.sglang_hooks.connection import KeyFiles
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    arguments: Sequence[str] = ()
+    config: Path | None = None
+    endpoint: str = ""
+    keys: KeyFiles = NO_KEYS
+    url: str = ""
+    log: Path | None = None
+
+
+def examine(request: Request, environment: Mapping[str, str]) -> list[Check]:
+    """Return every check, grouped by area."""
+    settings, of_settings = check_settings(environment)
+    config, of_config = check_configuration(request.config)
+    at = address(request.endpoint, request.keys, environment, config)
+    status, of_controller = check_controller(at)
+    given, of_arguments = read_arguments(request.arguments)
+    running, of_running = read_running(request.url, environment.get("OPENAI_API_KEY", ""))
+    log, of_log = open_log(request.log)
+    started = running or (server_of(log.arguments) if log is not None and log.arguments else None)
+    return [
+        *check_versions(environment),
+        *of_settings,
+        *of_config,
+        *check_socket(at, config),
+        *of_controller,
+        *(check_storage(config) if config is not None else ()),
+        *(of_arguments if request.arguments or not request.url else ()),
+        *(check_server(given, settings) if given is not None else ()),
+        *of_running,
+        *(check_server(started, settings) if started is not None else ()),
+        *check_connected(running, status),
+        *of_log,
+        *(check_log(log) if log is not None else ()),
+        *check_gpus(settings, started or given, running is not None, environment.get("CUDA_VISIBLE_DEVICES")),
+    ]
+
+
+def check_connected(running: Server | None, status: ControllerStatus | None) -> list[Check]:
+    """Check that a running server is among those of the controller, by its model: its name may be any."""
+    if running is None or status is None:
+        return []
+    model = running.get("model_path")
+    if any(one.model == model for one in status.servers):
+        return [RUNNING.ok(f"a server of {model} is connected to the controller")]
+    return [
+        RUNNING.problem(
+            f"no server of {model} is connected to the controller",
+            "was it started with this SPECPILOT_ENDPOINT, and did SGLang run the plugin? Its log tells: --log",
+        )
+    ]
+
+
+def doctor(request: Request, environment: Mapping[str, str], console: Console, as_json: bool = False) -> int:
+    """Print every check; return 1 if there is a problem, else 0."""
+    checks = examine(request, environment)
+    if as_json:
+        console.file.write(msgspec.json.format(msgspec.json.encode(checks)).decode() + "\n")
+    else:
+        print_checks(checks, console)
+    return int(problems(checks))

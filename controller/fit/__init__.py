@@ -1,0 +1,1 @@
+"""``specpilot fit`` and ``fit-neural``: from traces to what a controller starts from."""

@@ -1,0 +1,1 @@
+"""``specpilot launch``: an SGLang server with the controller beside it."""

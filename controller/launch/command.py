@@ -1,0 +1,250 @@
+"""``specpilot launch -- ARGUMENTS``: an SGLang server and the controller beside it, as one foreground process.
+
+Signals go on to the server, whose exit code is the command's. A controller that ends is started
+again: the server goes on meanwhile, as it always does without one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import ssl
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from specpilot.controller.config import ConfigError, default_endpoint, load_config
+from specpilot.controller.launch.sglang_arguments import Addition, additions, given, health_url, unsteerable
+from specpilot.controller.processes import end
+from specpilot.controller.serve.report import StatusError, fetch_status
+from specpilot.sglang_hooks.connection import KeyFiles
+from specpilot.sglang_hooks.settings import Settings, SettingsError
+
+SERVER = (sys.executable, "-m", "sglang.launch_server")
+CONTROLLER = (sys.executable, "-P", "-m", "specpilot.controller.cli", "controller")
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+LOOK_SECONDS = 0.2
+ASK_SECONDS = 1.0
+SAY_SECONDS = (10.0, 30.0)
+"""Between two progress lines: in the first minutes, and later."""
+CONTROLLER_START_SECONDS = 10.0
+RESTART_SECONDS = (1.0, 60.0)
+"""Before the controller is started again: the first time, and at most."""
+STOP_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    arguments: list[str]
+    config: Path | None = None
+    candidates: Sequence[int] = ()
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would be started, before anything is."""
+
+    command: list[str]
+    added: list[Addition]
+    environment: dict[str, str]
+    endpoint: str
+    keys: KeyFiles
+    candidates: list[int]
+    adaptive_config: Path
+    health: str
+    first_node: bool
+
+
+def plan(request: Request, environment: Mapping[str, str]) -> Plan:
+    """Decide on arguments and environment; ConfigError where the server could not be steered."""
+    config = load_config(request.config)
+    options = given(request.arguments)
+    if reasons := unsteerable(options):
+        raise ConfigError("this server could not be steered:\n  " + "\n  ".join(reasons))
+    endpoint = environment.get("SPECPILOT_ENDPOINT") or config.controller.endpoint or default_endpoint()
+    environment = {**environment, "SPECPILOT_ENDPOINT": endpoint}
+    try:
+        settings = Settings.from_environment(environment)
+    except SettingsError as error:
+        raise ConfigError(str(error)) from error
+    health = health_url(options)
+    port = options.get("port", 30000)
+    folder = Path(endpoint.removeprefix("ipc://")).parent if endpoint.startswith("ipc://") else Path.cwd()
+    adaptive_config = folder / f"adaptive-{port}.json"
+    added = additions(options, request.candidates, adaptive_config)
+    command = [*SERVER, *request.arguments, *(argument for item in added for argument in item.arguments)]
+    return Plan(
+        command=command,
+        added=added,
+        environment=dict(environment),
+        endpoint=endpoint,
+        keys=settings.key_files,
+        candidates=list(request.candidates),
+        adaptive_config=adaptive_config,
+        health=health,
+        first_node=not options.get("node_rank"),
+    )
+
+
+def launch(request: Request, console: Console) -> int:
+    """Run until the server ends; return its exit code."""
+    planned = plan(request, os.environ)
+    for item in planned.added:
+        console.print(f"specpilot: adds {shlex.join(item.arguments)}: {item.why}", highlight=False, soft_wrap=True)
+    if request.dry_run:
+        console.print(
+            f"SPECPILOT_ENDPOINT={planned.endpoint} {shlex.join(planned.command)}", highlight=False, soft_wrap=True
+        )
+        return 0
+    return Launch(planned, request.config, console).run()
+
+
+class Launch:
+    """The two processes and what is done about each."""
+
+    def __init__(self, planned: Plan, config: Path | None, console: Console) -> None:
+        self._plan = planned
+        self._config = config
+        self._console = console
+        self._server: subprocess.Popen[bytes] | None = None
+        self._controller: subprocess.Popen[bytes] | None = None
+        self._own_controller = False
+        self._restart_seconds = RESTART_SECONDS[0]
+        self._restart_at = 0.0
+        self._pending: list[int] = []
+
+    def run(self) -> int:
+        """Start both, watch them, end both."""
+        # What arrives before the server runs is kept for it.
+        before = {number: signal.signal(number, self._forward) for number in FORWARDED}
+        try:
+            if self._plan.first_node:
+                self._start_controller()
+            self._write_candidates()
+            # A session of its own: a terminal's Ctrl-C reaches it once, through us.
+            self._server = subprocess.Popen(  # noqa: S603 (the operator's own command)
+                self._plan.command, env=self._plan.environment, start_new_session=True
+            )
+            for number in self._pending:
+                self._server.send_signal(number)
+            return self._watch(self._server)
+        finally:
+            for process in (self._server, self._controller):
+                if process is not None:
+                    end(process, STOP_SECONDS)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _forward(self, number: int, frame: Any) -> None:  # noqa: ARG002
+        if self._server is None:
+            self._pending.append(number)
+        elif self._server.poll() is None:
+            self._server.send_signal(number)
+
+    def _say(self, text: str) -> None:
+        self._console.print(f"specpilot: {text}", highlight=False, soft_wrap=True)
+
+    # -- the controller --
+
+    def _start_controller(self) -> None:
+        """Start one, unless one answers at the endpoint; ConfigError if it ends at once."""
+        try:
+            running = fetch_status(self._plan.endpoint, keys=self._plan.keys)
+        except StatusError:
+            pass
+        else:
+            self._say(f"the controller with pid {running.pid} serves {self._plan.endpoint} already, and is used")
+            return
+        self._own_controller = True
+        self._spawn_controller()
+        begun = time.monotonic()
+        while time.monotonic() - begun < CONTROLLER_START_SECONDS:
+            assert self._controller is not None
+            if (code := self._controller.poll()) is not None:
+                raise ConfigError(f"the controller ended with code {code}; what it said is above")
+            try:
+                fetch_status(self._plan.endpoint, keys=self._plan.keys)
+            except StatusError:
+                time.sleep(LOOK_SECONDS)
+            else:
+                return
+        self._say(f"the controller does not answer after {CONTROLLER_START_SECONDS:.0f} s; the server starts without")
+
+    def _spawn_controller(self) -> None:
+        config = ["--config", str(self._config)] if self._config else []
+        self._controller = subprocess.Popen([*CONTROLLER, *config], start_new_session=True)  # noqa: S603
+
+    def _tend_controller(self, now: float) -> None:
+        if not self._own_controller or self._controller is None:
+            return
+        code = self._controller.poll()
+        if code is None:
+            return
+        if not self._restart_at:
+            self._restart_at = now + self._restart_seconds
+            self._say(f"the controller ended with code {code}; it is started again in {self._restart_seconds:.0f} s")
+            self._restart_seconds = min(2 * self._restart_seconds, RESTART_SECONDS[1])
+        elif now >= self._restart_at:
+            self._restart_at = 0.0
+            self._spawn_controller()
+
+    # -- the server --
+
+    def _write_candidates(self) -> None:
+        file = self._plan.adaptive_config
+        if str(file) not in self._plan.command:
+            return
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            file.write_text(json.dumps({"1": {"candidate_steps": self._plan.candidates}}) + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"{file} cannot be written ({error.strerror}): give --speculative-adaptive-config yourself"
+            ) from error
+
+    def _watch(self, server: subprocess.Popen[bytes]) -> int:
+        begun = time.monotonic()
+        said = asked = begun
+        ready = False
+        while (code := server.poll()) is None:
+            now = time.monotonic()
+            self._tend_controller(now)
+            if not ready and now - asked >= ASK_SECONDS:
+                asked = now
+                ready = _healthy(self._plan.health)
+                if ready:
+                    self._say(f"ready after {now - begun:.0f} s: {self._plan.health.removesuffix('/health')}; "
+                              "`specpilot status` shows what is decided and why")  # fmt: skip
+                elif now - said >= SAY_SECONDS[now - begun > 180]:
+                    said = now
+                    self._say(
+                        f"{now - begun:.0f} s: waiting for {self._plan.health} (the server's pid is {server.pid})"
+                    )
+            time.sleep(LOOK_SECONDS)
+        if not ready:
+            self._say(f"the server ended with code {code} before it was ready; what it said is above")
+        return code if code >= 0 else 128 - code
+
+
+def _healthy(url: str) -> bool:
+    # A certificate for the public name is not one for loopback; nothing secret is sent.
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with urllib.request.urlopen(url, timeout=2, context=context) as answer:  # noqa: S310
+            return bool(answer.status == 200)
+    except (OSError, urllib.error.URLError, ValueError):
+        return False

@@ -1,0 +1,1 @@
+"""``specpilot replay``: policies against each other in virtual time."""

@@ -1,0 +1,110 @@
+"""What was learned of a server, kept on disk: a controller that restarts begins where it was.
+
+One JSON file per fingerprint (hardware, models, version, graphs: ``specpilot.policies.models.cost_prior.fingerprint``),
+and one per server of what its switchback has measured (``switchback.py``).
+A file that cannot be read, or says nonsense, is worth a note in the log and in ``status``, never
+an error: the policy then learns from nothing, as it would without.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from specpilot.controller.config import ConfigError
+from specpilot.controller.serve.switchback import Stored
+from specpilot.controller.trace.writer import folder_name
+from specpilot.policies.models.cost_prior import fingerprint
+from specpilot.sglang_hooks.wire import Hello
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 16 << 20
+"""A prior has some hundred cells of 100 bytes each; a larger file is not one."""
+
+
+class PriorStore:
+    """The folder of stored priors; nothing here raises for what the disk does, after the start."""
+
+    def __init__(self, directory: Path) -> None:
+        """Create ``directory``; ConfigError if it cannot be."""
+        self._directory = directory.absolute()
+        self.failures = 0
+        """Files that could not be written, or were there and could not be used."""
+        self.error = ""
+        """Why the newest attempt to write failed; empty while it works."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"stored priors cannot be kept in {self._directory}: {error.strerror or error}. "
+                'Make that folder writable, or set prior.directory to another one, or to "" to keep none'
+            ) from error
+
+    def path(self, server: Hello) -> Path:
+        """Return the file for a server of this fingerprint."""
+        return self._directory / f"{fingerprint(server)}.json"
+
+    def load(self, server: Hello) -> dict[str, Any] | None:
+        """Return the stored prior for this server; None if there is none that can be read."""
+        path = self.path(server)
+        try:
+            if path.stat().st_size > MAX_BYTES:
+                raise ValueError(f"it is larger than {MAX_BYTES >> 20} MB")
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            self._unused(path, error)
+            return None
+
+    def save(self, server: Hello, prior: dict[str, Any]) -> None:
+        """Replace the file of this server in one step: a crash leaves the old one or the new one."""
+        self._write(self.path(server), prior)
+
+    def load_switchback(self, server_key: str) -> Stored | None:
+        """Return what a server's switchback had measured; None if there is nothing that can be read."""
+        path = self._switchback_path(server_key)
+        try:
+            if path.stat().st_size > MAX_BYTES:
+                raise ValueError(f"it is larger than {MAX_BYTES >> 20} MB")
+            return msgspec.json.decode(path.read_bytes(), type=Stored)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            self._unused(path, error)
+            return None
+
+    def save_switchback(self, server_key: str, stored: Stored) -> None:
+        """Replace the file of this server's switchback in one step."""
+        self._write(self._switchback_path(server_key), stored)
+
+    def _switchback_path(self, server_key: str) -> Path:
+        return self._directory / f"{folder_name(server_key)}.switchback.json"
+
+    def _unused(self, path: Path, error: Exception) -> None:
+        self.failures += 1
+        logger.warning("%s is not used: %s. It will be written anew", path, error)
+
+    def _write(self, path: Path, content: object) -> None:
+        temporary = None
+        try:
+            with tempfile.NamedTemporaryFile(dir=self._directory, prefix=".prior-", delete=False) as file:
+                temporary = file.name
+                file.write(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
+            os.replace(temporary, path)
+            temporary = None
+            self.error = ""
+        except OSError as error:
+            self.failures += 1
+            if not self.error:
+                logger.error("what was learned cannot be kept in %s: %s", path, error)
+            self.error = f"prior {path}: {error.strerror or error}"
+        finally:
+            if temporary is not None:
+                Path(temporary).unlink(missing_ok=True)

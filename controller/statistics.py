@@ -1,0 +1,21 @@
+"""Means over seeds, and how sure they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specpilot.policies.student import student_975
+
+
+def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and half the width of its 95 % interval (Student's t); NaN for a single value.
+
+    >>> [round(value, 2) for value in mean_and_interval([1.0, 2.0, 3.0])]
+    [2.0, 2.48]
+    """
+    import numpy as np  # not for ``specpilot status``, which comes here by way of the switchback
+
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return mean, float("nan")
+    return mean, student_975(len(values) - 1) * float(np.std(values, ddof=1)) / len(values) ** 0.5

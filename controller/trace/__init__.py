@@ -1,0 +1,1 @@
+"""The trace: step records on disk, written, read, checked, summarised and exported."""

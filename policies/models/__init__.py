@@ -1,0 +1,1 @@
+"""What the learned policy knows: acceptance of drafts and cost of steps."""

@@ -1,0 +1,77 @@
+"""What switches of K cost in a log, and how often a policy would have switched."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specpilot.policies.offpolicy.bootstrap import REPLICATES, Blocks
+from specpilot.policies.offpolicy.logged_steps import BoolArray, FloatArray, IntArray, Steps
+from specpilot.policies.offpolicy.step_model import Predicted
+
+OUTLIER = 8.0
+"""Times what the model expects from which on a step's time is the host's affair, whatever the K."""
+
+KINDS = 3
+"""Of switches: from K=0, to K=0, between others."""
+
+
+@dataclass
+class SwitchSums:
+    """What first steps after a switch take longer than the model says of their K, by kind; and how well it fits."""
+
+    replicates: int = REPLICATES
+    sums: FloatArray = field(init=False)
+    """(1 + replicates, KINDS, 2): switches, seconds."""
+    outliers: int = 0
+    """Steps whose time was left out."""
+    rates: FloatArray = field(default_factory=lambda: np.zeros(3))
+    """Settled steps: number, sum and square sum of their tokens per second over the model's."""
+
+    def __post_init__(self) -> None:
+        self.sums = np.zeros((1 + self.replicates, KINDS, 2))
+
+    def add(self, steps: Steps, predicted: Predicted, arms: IntArray, blocks: Blocks) -> BoolArray:
+        """Take a chunk in; return which of its times are outliers."""
+        everywhere = np.arange(len(steps))
+        own = predicted.seconds[everywhere, steps.arm]
+        outlier: BoolArray = np.logical_and(steps.timed, steps.seconds > OUTLIER * own)
+        self.outliers += int(outlier.sum())
+        first = np.flatnonzero(steps.timed & ~outlier & (steps.previous_arm >= 0) & (steps.previous_arm != steps.arm))
+        kind = switch_kind(arms, steps.previous_arm[first], steps.arm[first])
+        extra = steps.seconds[first] - own[first]
+        for one in range(KINDS):
+            of_kind = kind == one
+            weights = blocks.weights[blocks.index[first[of_kind]]]
+            self.sums[:, one, 0] += weights.sum(axis=0)
+            self.sums[:, one, 1] += extra[of_kind] @ weights
+        fine = np.flatnonzero(steps.settled & ~outlier & steps.informative & (steps.live > 0))
+        expected = steps.live[fine] * predicted.lengths[fine, arms[steps.arm[fine]]] / own[fine]
+        rate = steps.tokens[fine, arms[steps.arm[fine]]] / steps.seconds[fine] / expected
+        self.rates += len(rate), rate.sum(), (rate**2).sum()
+        return outlier
+
+    def seconds(self) -> FloatArray:
+        """Return the mean by kind, (1 + replicates, KINDS); a kind that was never seen costs what the others do."""
+        total = self.sums.sum(axis=1)
+        overall = total[:, 1] / np.maximum(total[:, 0], 1.0)
+        means = np.where(
+            self.sums[:, :, 0] > 0.0, self.sums[:, :, 1] / np.maximum(self.sums[:, :, 0], 1.0), overall[:, None]
+        )
+        return np.asarray(np.where(total[:, :1] > 0.0, means, 0.0), np.float64)
+
+    @property
+    def spread(self) -> float:
+        """Relative standard deviation of a single step's tokens per second about the model."""
+        count, total, square = self.rates.tolist()
+        if count < 2:
+            return 1.0
+        mean = total / count
+        return float(math.sqrt(max(square / count - mean**2, 0.0)) / mean)
+
+
+def switch_kind(arms: IntArray, before: IntArray, after: IntArray) -> IntArray:
+    """Return 0 from K=0, 1 to K=0, 2 for others; all of shape (switches,)."""
+    return np.where(arms[before] == 0, 0, np.where(arms[after] == 0, 1, 2))

@@ -1,0 +1,1 @@
+"""What stands around a choice: exploration, switching, vetoes, recovery, an operator's bounds."""

@@ -37,7 +37,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from specpilot.controller.serve.report import StatusError, fetch_status
+from specpilot.controller.client.status import StatusError, fetch_status
 from specpilot.controller.trace.info import trace_info
 from specpilot.sglang_hooks.wire import MAX_MESSAGE_BYTES, MAX_TABLE_BYTES, WIRE_VERSION, Lease, encode
 from tests.faults.proxy import Direction, Proxy

@@ -9,6 +9,7 @@ busy without holding the GIL (CUDA's event wait spins), here by hashing, which t
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import multiprocessing
@@ -341,3 +342,17 @@ def _memory(endpoint: str, controller: Any, steps: int) -> dict[str, float]:
         "controller_rss_mb_at_end": round(controller.memory_info().rss / 1e6, 1),
         "controller_steps_per_second_at_most": round(rate),
     }
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the options of ``specpilot bench hook``."""
+    command.add_argument("--json", type=Path, help="write the figures")
+    command.add_argument("--steps", type=int, default=20_000, help="per batch size and controller state")
+    command.add_argument(
+        "--memory-steps", type=int, default=1_000_000, help="steps for the controller's memory (0: skip)"
+    )
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Measure, print and write; return the exit code."""
+    return bench_hook(options.json, options.steps, options.memory_steps, console)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import msgspec
 
+from specpilot.controller.errors import ConfigError
 from specpilot.policies.interface import Plan, Policy
 from specpilot.policies.rules.bounds import bounded
 from specpilot.policies.static import Static
@@ -28,14 +29,6 @@ Steps = Annotated[int, msgspec.Meta(ge=0, le=64)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Bytes = Annotated[int, msgspec.Meta(ge=1 << 16)]
 PathText = Annotated[str, msgspec.Meta(pattern=r"^[^\0]*$", max_length=4096)]
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used; the text names file, key and remedy."""
-
-
-class CommandError(Exception):
-    """What a command could not do, though it was asked rightly; the text says why and what to do."""
 
 
 class StaticPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="static"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from specpilot.controller.config import ConfigError
+from specpilot.controller.errors import ConfigError
 from specpilot.policies.neural import Model
 
 MAX_BYTES = 1 << 20

@@ -24,9 +24,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from specpilot.controller.client.status import print_status
 from specpilot.controller.config import (
     Config,
-    ConfigError,
     ControllerConfig,
     GoodputPolicy,
     PriorConfig,
@@ -34,10 +34,11 @@ from specpilot.controller.config import (
     TraceConfig,
     load_config,
 )
+from specpilot.controller.errors import ConfigError
 from specpilot.controller.neural_file import load_model, save_model
 from specpilot.controller.serve.keys import make_keys
 from specpilot.controller.serve.priors import PriorStore
-from specpilot.controller.serve.report import print_status, read_report
+from specpilot.controller.serve.report import read_report
 from specpilot.controller.serve.service import Service
 from specpilot.controller.serve.switchback import Stored, Switchback
 from specpilot.controller.simulation.workload import ArrivalsError, read_arrivals

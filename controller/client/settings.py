@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 import msgspec
@@ -9,9 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from specpilot.controller.config import ConfigError
+from specpilot.controller.client.arguments import add_controller, endpoint_and_keys
+from specpilot.controller.client.status import NO_KEYS, StatusError, ask
+from specpilot.controller.errors import ConfigError
 from specpilot.controller.serve.live_config import SetReport, Setting
-from specpilot.controller.serve.report import NO_KEYS, StatusError, ask
 from specpilot.sglang_hooks.connection import KeyFiles
 from specpilot.sglang_hooks.wire import SetReply, SetRequest
 
@@ -98,3 +100,23 @@ def _origin(setting: Setting, report: SetReport) -> str:
     if setting.origin == "file" and report.file:
         return report.file
     return f"set, for {setting.seconds:.0f} s more" if setting.seconds is not None else setting.origin
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the options of ``specpilot set``."""
+    command.add_argument("values", nargs="*", metavar="KEY=VALUE", help="such as policy.max_steps=3; KEY= undoes it")
+    command.add_argument("--server", default="", metavar="NAME", help="only of this one (default: of all)")
+    command.add_argument(
+        "--for", dest="seconds", type=float, default=0.0, metavar="SECONDS", help="revert after so many seconds"
+    )
+    command.add_argument("--reset", action="store_true", help="first take back everything that was set")
+    add_controller(command)
+    command.add_argument("--json", action="store_true", help="print what is in force as JSON")
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Change what is asked for, print what is in force, and return 0."""
+    endpoint, keys = endpoint_and_keys(options)
+    return set_command(
+        endpoint, keys, options.values, options.server, options.seconds, options.reset, options.json, console
+    )

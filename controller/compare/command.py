@@ -13,6 +13,7 @@ this process can still say so, else when the pin runs out.
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
@@ -34,10 +35,12 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from specpilot.controller.client.arguments import add_controller, endpoint_and_keys, server_url
 from specpilot.controller.client.settings import change_settings
-from specpilot.controller.config import ConfigError
+from specpilot.controller.client.status import StatusError, fetch_status
+from specpilot.controller.errors import ConfigError
 from specpilot.controller.processes import terminable
-from specpilot.controller.serve.report import ControllerStatus, ServerStatus, StatusError, fetch_status
+from specpilot.controller.serve.report import ControllerStatus, ServerStatus
 from specpilot.sglang_hooks.connection import KeyFiles
 from specpilot.sglang_hooks.wire import DecisionSource, SetRequest
 
@@ -67,7 +70,7 @@ class CompareError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Request:
+class CompareRequest:
     """What the command was given."""
 
     url: str
@@ -154,7 +157,7 @@ def orders(arms: Sequence[str]) -> list[list[str]]:
     return rows if count % 2 == 0 else [*rows, *(row[::-1] for row in rows)]
 
 
-def compare(request: Request, console: Console) -> int:
+def compare(request: CompareRequest, console: Console) -> int:
     """Run the comparison, print its table and write what was asked for; 0, 1 for a failure, 130 if interrupted."""
     from specpilot.controller.compare.report import draw, print_table, write_json
 
@@ -195,7 +198,7 @@ def default_arms(server: ServerStatus) -> list[str]:
     return [*("skip" if k == 0 else f"static:{k}" for k in sorted(server.candidate_steps)), "goodput"]
 
 
-def _find(request: Request) -> tuple[ControllerStatus, ServerStatus]:
+def _find(request: CompareRequest) -> tuple[ControllerStatus, ServerStatus]:
     """Return the controller's report, and the server in it that is meant."""
     status = fetch_status(request.endpoint, keys=request.keys)
     names = sorted({one.server for one in status.servers})
@@ -214,7 +217,12 @@ def _check_url(url: str) -> None:
 
 
 def _run_all(
-    request: Request, status: ControllerStatus, server: ServerStatus, arms: list[str], runs: list[Run], console: Console
+    request: CompareRequest,
+    status: ControllerStatus,
+    server: ServerStatus,
+    arms: list[str],
+    runs: list[Run],
+    console: Console,
 ) -> None:
     name = request.server or server.server.rpartition("/")[0]
     design = orders(arms)
@@ -262,7 +270,7 @@ def _run_all(
 # -- the pin --
 
 
-def _pin(request: Request, pin: SetRequest, arm: str) -> None:
+def _pin(request: CompareRequest, pin: SetRequest, arm: str) -> None:
     """Put an arm in force, and wait until the server (all its replicas) says that its table is."""
     try:
         change_settings(request.endpoint, pin, request.keys)
@@ -284,7 +292,7 @@ def _pin(request: Request, pin: SetRequest, arm: str) -> None:
 
 
 @contextmanager
-def _renewed(request: Request, pin: SetRequest) -> Iterator[Callable[[], str]]:
+def _renewed(request: CompareRequest, pin: SetRequest) -> Iterator[Callable[[], str]]:
     """Renew a pin until the block ends; what is yielded tells why that failed, if it did."""
     ended = threading.Event()
     failures: list[str] = []
@@ -306,7 +314,7 @@ def _renewed(request: Request, pin: SetRequest) -> Iterator[Callable[[], str]]:
         thread.join()
 
 
-def _restore(request: Request, server: str) -> None:
+def _restore(request: CompareRequest, server: str) -> None:
     try:
         change_settings(request.endpoint, SetRequest({}, server, seconds=1.0, reset=True), request.keys)
     except (StatusError, ConfigError) as error:
@@ -320,7 +328,7 @@ def _restore(request: Request, server: str) -> None:
 # -- the load --
 
 
-def _generate(request: Request, clients: int, repetition: int, failure: Callable[[], str]) -> _Result:
+def _generate(request: CompareRequest, clients: int, repetition: int, failure: Callable[[], str]) -> _Result:
     """Run the load generator once; CompareError if it, a request or the controller fails."""
     count = request.requests or max(REQUESTS_PER_CLIENT * clients, LEAST_REQUESTS)
     with tempfile.TemporaryDirectory(prefix="specpilot-compare-") as folder:
@@ -357,3 +365,42 @@ def _generate(request: Request, clients: int, repetition: int, failure: Callable
             f"{count - result.completed} of {count} requests failed at {clients} clients: see the server"
         )
     return result
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the options of ``specpilot compare``."""
+    command.add_argument("url", metavar="URL", type=server_url, help="of the server, such as http://127.0.0.1:30000")
+    command.add_argument("--server", default="", metavar="NAME", help="its name here, if several are connected")
+    command.add_argument("--concurrency", type=int, nargs="+", metavar="N", help="(default: 1 2 5 10 30 70 100 250)")
+    command.add_argument("--requests", type=int, default=0, help="of each run (default: 5 times N, at least 10)")
+    command.add_argument(
+        "--arms", nargs="+", default=[], metavar="ARM", help="such as skip static:3 goodput configured"
+    )
+    command.add_argument("--repetitions", type=int, default=3, help="of everything, for the intervals")
+    command.add_argument(
+        "--generator", default="", metavar="COMMAND", help="(default: python -m sglang.benchmark.serving)"
+    )
+    command.add_argument("--load", default="", metavar="ARGUMENTS", help="more of the generator's, in one quoted text")
+    command.add_argument("--json", type=Path, help="write every run and what comes of them")
+    command.add_argument("--png", type=Path, help="write a plot; needs matplotlib")
+    add_controller(command)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Run the comparison; return 0, 1 for a failure, 130 if interrupted."""
+    endpoint, keys = endpoint_and_keys(options)
+    request = CompareRequest(
+        url=options.url,
+        endpoint=endpoint,
+        keys=keys,
+        server=options.server,
+        concurrency=options.concurrency or CONCURRENCY,
+        arms=options.arms,
+        repetitions=options.repetitions,
+        requests=options.requests,
+        generator=options.generator,
+        load=shlex.split(options.load),
+        json=options.json,
+        png=options.png,
+    )
+    return compare(request, console)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specpilot.controller.compare.command import Run
-from specpilot.controller.config import ConfigError
+from specpilot.controller.errors import ConfigError
 from specpilot.controller.serve.report import ServerStatus
 from specpilot.controller.statistics import mean_and_interval
 

@@ -12,6 +12,7 @@ the server only tells its totals.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -32,10 +33,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
+from specpilot.controller.client.status import StatusError, fetch_status
 from specpilot.controller.demo.summary import DemoError, Run, print_summary
 from specpilot.controller.demo.view import REFRESH_SECONDS, View
 from specpilot.controller.processes import end, terminable
-from specpilot.controller.serve.report import StatusError, fetch_status
 from specpilot.controller.simulation.server import Summary
 from specpilot.controller.simulation.workload import Clients
 from specpilot.controller.trace.reader import Segment, segments
@@ -292,3 +293,16 @@ def _await_trace(tail: Tail, steps: int, controller: _Child) -> None:
     while len(tail.steps) < steps and time.monotonic() < deadline and controller.check():
         time.sleep(0.1)
         tail.read()
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the options of ``specpilot demo``."""
+    command.add_argument("--seconds", type=float, default=30.0)
+    command.add_argument("--json", type=Path, help="write a summary for scripts")
+    command.add_argument("--png", type=Path, default=Path("demo/specpilot-demo.png"))
+    command.add_argument("--keep", type=Path, help="keep the trace and the logs in this folder")
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Run the demo; return the exit code."""
+    return run_demo(options.seconds, options.json, options.png, options.keep, console)

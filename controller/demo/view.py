@@ -12,8 +12,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from specpilot.controller.client.status import StatusError, fetch_status
 from specpilot.controller.demo.summary import MEAN_SECONDS, colour, tokens_of
-from specpilot.controller.serve.report import ServerStatus, StatusError, fetch_status
+from specpilot.controller.serve.report import ServerStatus
 from specpilot.policies.knowledge import describe_gain
 from specpilot.sglang_hooks.wire import DecisionTable, StepRecord
 

@@ -9,6 +9,8 @@ It looks and changes nothing: no file, folder or socket is made, and no server i
 
 from __future__ import annotations
 
+import argparse
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,8 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from specpilot.controller.client.arguments import add_controller, endpoint_and_keys, server_url
+from specpilot.controller.client.status import NO_KEYS
 from specpilot.controller.doctor.host import (
     address,
     check_configuration,
@@ -28,12 +32,12 @@ from specpilot.controller.doctor.host import (
 from specpilot.controller.doctor.report import Check, print_checks, problems
 from specpilot.controller.doctor.server import RUNNING, Server, check_server, read_arguments, read_running, server_of
 from specpilot.controller.doctor.startup import check_gpus, check_log, open_log
-from specpilot.controller.serve.report import NO_KEYS, ControllerStatus
+from specpilot.controller.serve.report import ControllerStatus
 from specpilot.sglang_hooks.connection import KeyFiles
 
 
 @dataclass(frozen=True)
-class Request:
+class DoctorRequest:
     """What the command line asks for."""
 
     arguments: Sequence[str] = ()
@@ -44,7 +48,7 @@ class Request:
     log: Path | None = None
 
 
-def examine(request: Request, environment: Mapping[str, str]) -> list[Check]:
+def examine(request: DoctorRequest, environment: Mapping[str, str]) -> list[Check]:
     """Return every check, grouped by area."""
     settings, of_settings = check_settings(environment)
     config, of_config = check_configuration(request.config)
@@ -87,7 +91,7 @@ def check_connected(running: Server | None, status: ControllerStatus | None) -> 
     ]
 
 
-def doctor(request: Request, environment: Mapping[str, str], console: Console, as_json: bool = False) -> int:
+def doctor(request: DoctorRequest, environment: Mapping[str, str], console: Console, as_json: bool = False) -> int:
     """Print every check; return 1 if there is a problem, else 0."""
     checks = examine(request, environment)
     if as_json:
@@ -95,3 +99,20 @@ def doctor(request: Request, environment: Mapping[str, str], console: Console, a
     else:
         print_checks(checks, console)
     return int(problems(checks))
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the options of ``specpilot doctor``."""
+    command.add_argument("--config", type=Path, help="the controller's TOML file (default: all defaults)")
+    command.add_argument("--url", type=server_url, help="of a running server, such as http://127.0.0.1:30000")
+    command.add_argument("--log", type=Path, metavar="FILE", help="a server's log, for the GPU memory that it took")
+    add_controller(command)
+    command.add_argument("--json", action="store_true", help="print the checks as JSON")
+    command.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="of SGLang's server")
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Print every check; return 1 if there is a problem, else 0."""
+    _, keys = endpoint_and_keys(options)
+    request = DoctorRequest(options.arguments, options.config, options.endpoint, keys, options.url or "", options.log)
+    return doctor(request, os.environ, console, options.json)

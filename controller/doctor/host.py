@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
-from specpilot.controller.config import Config, ConfigError, GoodputPolicy, default_endpoint, load_config
+from specpilot.controller.client.status import StatusError, fetch_status
+from specpilot.controller.config import Config, GoodputPolicy, default_endpoint, load_config
 from specpilot.controller.doctor.report import Area, Check
+from specpilot.controller.errors import ConfigError
 from specpilot.controller.serve.keys import read_authorized
-from specpilot.controller.serve.report import ControllerStatus, ServerStatus, StatusError, fetch_status
+from specpilot.controller.serve.report import ControllerStatus, ServerStatus
 from specpilot.controller.web import Page
 from specpilot.sglang_hooks.connection import (
     EndpointError,

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specpilot.controller.config import ConfigError
 from specpilot.controller.doctor.report import Area, Check
+from specpilot.controller.errors import ConfigError
 from specpilot.controller.launch.sglang_arguments import candidate_steps, given, unsteerable
 from specpilot.sglang_hooks.contract import TESTED_VERSIONS
 from specpilot.sglang_hooks.settings import Settings

@@ -11,6 +11,7 @@ the server* (``replay``) is a simulation. Memory does not depend on the length o
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from specpilot.controller.config import ConfigError
+from specpilot.controller.errors import ConfigError
 from specpilot.controller.evaluate.effect import SEEDS, Effect, effects
 from specpilot.controller.evaluate.models import Fitted, FoldSums, fit_folds
 from specpilot.controller.evaluate.steps import StepReader
@@ -331,7 +332,7 @@ def _effect_row(effect: Effect) -> Row:
 
 
 @dataclass(frozen=True)
-class Request:
+class EvaluateRequest:
     """What is to be evaluated, as the command line asks for it."""
 
     traces: Sequence[Path]
@@ -341,7 +342,7 @@ class Request:
     replay_seconds: float = 60.0
 
 
-def evaluate_command(request: Request, console: Console) -> int:
+def evaluate_command(request: EvaluateRequest, console: Console) -> int:
     """Evaluate, print, write; the exit code: 1 where a per-step estimate was refused, or a trace cannot be read."""
     if not 0.0 <= request.replay_seconds < math.inf:
         raise EvaluateError("--replay-seconds must be 0 or above")
@@ -440,3 +441,20 @@ def refusals(rows: Sequence[Row]) -> Iterator[str]:
                 f"  recorded with policy.exploration_floor = {row.exploration_floor:g}, as many steps would answer, "
                 f"within ±{100.0 * HALF_WIDTH:g} %; more steps, where a K loses so much that it is drawn more rarely"
             )
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the options of ``specpilot evaluate``."""
+    command.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="trace folders or segments")
+    command.add_argument(
+        "--policy", action="append", required=True, help="static:K, threshold:N, batch-table:…, goodput, logged"
+    )
+    command.add_argument("--server", help="whose part of the traces, by name or fingerprint, if they are of several")
+    command.add_argument("--replay-seconds", type=float, default=60.0, help="of virtual time (0: no replay)")
+    command.add_argument("--json", type=Path, help="write the rows")
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Evaluate, print and write; return the exit code."""
+    request = EvaluateRequest(options.traces, options.policy, options.server, options.json, options.replay_seconds)
+    return evaluate_command(request, console)

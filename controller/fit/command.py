@@ -9,6 +9,7 @@ and models are in ``fit_statistics.py`` and ``fit_models.py``.
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 from collections import deque
@@ -26,7 +27,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
-from specpilot.controller.config import ConfigError
+from specpilot.controller.errors import ConfigError
 from specpilot.controller.fit.models import fit
 from specpilot.controller.fit.report import FitReport, Report, print_report, print_unread, report_of
 from specpilot.controller.fit.statistics import Joined, Part, SegmentPart, read_segment
@@ -40,7 +41,7 @@ Engine = Callable[[Sequence[Path]], Iterator[SegmentPart]]
 
 
 @dataclass(frozen=True)
-class Request:
+class FitRequest:
     """One call of the command."""
 
     traces: Sequence[Path]
@@ -52,7 +53,7 @@ class Request:
     server: str | None = None
 
 
-def fit_command(request: Request, console: Console) -> int:
+def fit_command(request: FitRequest, console: Console) -> int:
     """Fit, write and report; TraceError or ConfigError says what is in the way."""
     if request.workers is not None and request.workers < 1:
         raise ConfigError(f"--workers {request.workers}: at least one is needed")
@@ -200,3 +201,33 @@ def _ray() -> Any:
     except ImportError as error:
         raise ConfigError(f"--engine ray needs Ray: pip install 'specpilot[ray]' ({error})") from error
     return ray
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the options of ``specpilot fit``."""
+    command.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="trace folders or segments")
+    command.add_argument(
+        "-o",
+        dest="output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="output file; for a directory, one prior per fingerprint",
+    )
+    command.add_argument("--engine", choices=ENGINES, default="serial", help="what reads them")
+    command.add_argument("--workers", type=int, help="that read at a time (default: one a core)")
+    command.add_argument("--json", type=Path, help="write the report")
+    command.add_argument("--server", help="whose part of the traces, by name or fingerprint (default: all)")
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Fit, write and report; return the exit code."""
+    request = FitRequest(
+        traces=options.traces,
+        output=options.output,
+        engine=options.engine,
+        workers=options.workers,
+        json=options.json,
+        server=options.server,
+    )
+    return fit_command(request, console)

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from specpilot.controller.config import ConfigError
+from specpilot.controller.errors import ConfigError
 from specpilot.controller.fit.statistics import FOLDS, SAMPLE, Part, Sample, kind_steps
 from specpilot.policies.models.acceptance import BANDS, CHAIN_DECAY, FIRST_MEAN, AcceptanceModel
 from specpilot.policies.models.cost import CostModel, switch_kind

@@ -12,6 +12,7 @@ Every tenth stretch of 1,000 records is held out; the report is about those.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
-from specpilot.controller.config import ConfigError
+from specpilot.controller.errors import ConfigError
 from specpilot.controller.neural_file import save_model
 from specpilot.controller.trace.checks import Findings, chosen, empty, only, read_source, survey
 from specpilot.controller.trace.reader import TraceError
@@ -351,3 +352,16 @@ def _train(loss: Any, mean: Float, scale: Float, outputs: int, centre: Float, co
         optimiser.step()
         schedule.step()
     return Net(mean, scale, tuple(layers[name].detach().numpy().astype(np.float64) for name in LAYERS))
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the options of ``specpilot fit-neural``."""
+    command.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="trace folders or segments")
+    command.add_argument("-o", dest="output", type=Path, required=True, metavar="FILE", help="of the model")
+    command.add_argument("--server", help="whose part of the traces, by name or fingerprint, if they are of several")
+    command.add_argument("--json", type=Path, help="write the report")
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Fit, write and report; return the exit code."""
+    return fit_neural(options.traces, options.output, options.server, options.json, console)

@@ -6,6 +6,7 @@ again: the server goes on meanwhile, as it always does without one.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -23,10 +24,11 @@ from typing import Any
 
 from rich.console import Console
 
-from specpilot.controller.config import ConfigError, default_endpoint, load_config
-from specpilot.controller.launch.sglang_arguments import Addition, additions, given, health_url, unsteerable
+from specpilot.controller.client.status import StatusError, fetch_status
+from specpilot.controller.config import default_endpoint, load_config
+from specpilot.controller.errors import ConfigError
+from specpilot.controller.launch.sglang_arguments import CANDIDATES, Addition, additions, given, health_url, unsteerable
 from specpilot.controller.processes import end
-from specpilot.controller.serve.report import StatusError, fetch_status
 from specpilot.sglang_hooks.connection import KeyFiles
 from specpilot.sglang_hooks.settings import Settings, SettingsError
 
@@ -44,7 +46,7 @@ STOP_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Request:
+class LaunchRequest:
     """What the command line asks for."""
 
     arguments: list[str]
@@ -54,7 +56,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """What would be started, before anything is."""
 
     command: list[str]
@@ -68,7 +70,7 @@ class Plan:
     first_node: bool
 
 
-def plan(request: Request, environment: Mapping[str, str]) -> Plan:
+def plan(request: LaunchRequest, environment: Mapping[str, str]) -> LaunchPlan:
     """Decide on arguments and environment; ConfigError where the server could not be steered."""
     config = load_config(request.config)
     options = given(request.arguments)
@@ -86,7 +88,7 @@ def plan(request: Request, environment: Mapping[str, str]) -> Plan:
     adaptive_config = folder / f"adaptive-{port}.json"
     added = additions(options, request.candidates, adaptive_config)
     command = [*SERVER, *request.arguments, *(argument for item in added for argument in item.arguments)]
-    return Plan(
+    return LaunchPlan(
         command=command,
         added=added,
         environment=dict(environment),
@@ -99,7 +101,7 @@ def plan(request: Request, environment: Mapping[str, str]) -> Plan:
     )
 
 
-def launch(request: Request, console: Console) -> int:
+def launch(request: LaunchRequest, console: Console) -> int:
     """Run until the server ends; return its exit code."""
     planned = plan(request, os.environ)
     for item in planned.added:
@@ -115,7 +117,7 @@ def launch(request: Request, console: Console) -> int:
 class Launch:
     """The two processes and what is done about each."""
 
-    def __init__(self, planned: Plan, config: Path | None, console: Console) -> None:
+    def __init__(self, planned: LaunchPlan, config: Path | None, console: Console) -> None:
         self._plan = planned
         self._config = config
         self._console = console
@@ -248,3 +250,25 @@ def _healthy(url: str) -> bool:
             return bool(answer.status == 200)
     except (OSError, urllib.error.URLError, ValueError):
         return False
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the options of ``specpilot launch``."""
+    command.add_argument("--config", type=Path, help="the controller's TOML file (default: all defaults)")
+    command.add_argument(
+        "--candidates", type=_candidates, default=list(CANDIDATES), help="K to choose from, such as 0,1,3 (with 0)"
+    )
+    command.add_argument("--dry-run", action="store_true", help="print what would be started, and why")
+    command.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="of SGLang's server")
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Start the server and its controller; return the server's exit code."""
+    return launch(LaunchRequest(options.arguments, options.config, options.candidates, options.dry_run), console)
+
+
+def _candidates(text: str) -> list[int]:
+    steps = sorted({int(part) for part in text.split(",")})
+    if steps[0] != 0 or len(steps) < 2:
+        raise argparse.ArgumentTypeError("give 0 and at least one K above it, none negative")
+    return steps

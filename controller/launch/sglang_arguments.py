@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specpilot.controller.config import ConfigError
+from specpilot.controller.errors import ConfigError
 
 CANDIDATES = (0, 1, 2, 3, 5)
 """K that a server is started with if nobody says otherwise: each costs a set of CUDA graphs."""

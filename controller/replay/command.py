@@ -6,6 +6,7 @@ What is asked of the server comes from a file of requests, is made up, or is inf
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import sys
@@ -35,7 +36,7 @@ SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Request:
+class ReplayRequest:
     """What is to be replayed, as the command line asks for it."""
 
     surface: str | None
@@ -71,7 +72,7 @@ class Examined:
     course: Course
 
 
-def replay(request: Request, console: Console) -> int:
+def replay(request: ReplayRequest, console: Console) -> int:
     """Run every policy with every seed, write what was asked for, print the means; the exit code."""
     policies = list(dict.fromkeys(split_policies(request.policies)))
     if not policies:
@@ -156,7 +157,7 @@ def _outcome(inferred: Inferred, surface: NamedSurface, results: Sequence[Result
     )
 
 
-def _check(request: Request) -> tuple[NamedSurface | None, list[Arrival] | None]:
+def _check(request: ReplayRequest) -> tuple[NamedSurface | None, list[Arrival] | None]:
     """Return the surface and the arrivals of a file; ReplayError says what is wrong with the request.
 
     Without a surface's name, a trace has None.
@@ -195,7 +196,7 @@ def _report_writer() -> Callable[[Sequence[Examined], NamedSurface, Path], Path]
 
 
 def _scenarios(
-    request: Request,
+    request: ReplayRequest,
     surface: NamedSurface,
     from_file: list[Arrival] | None,
     seeds: Sequence[int],
@@ -322,3 +323,42 @@ def _mean(values: Sequence[float]) -> float:
 def _or_dash(values: Sequence[float | None], scale: float, form: str) -> str:
     known = [value for value in values if value is not None]
     return format(scale * _mean(known), form) if len(known) == len(values) else "-"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the options of ``specpilot replay``."""
+    command.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="replay a recorded trace's own load")
+    command.add_argument("--server", help="whose part of the traces, by name or fingerprint, if they are of several")
+    command.add_argument(
+        "--surface", help="what steps cost (default: h200-sglang, or fitted to the trace); a wrong name lists them"
+    )
+    command.add_argument("--arrivals", default="none", help="CSV file of requests (default: none, they are made up)")
+    command.add_argument("--load", type=float, help="1, the default: what saturates the server without speculation")
+    command.add_argument("--concurrency", type=int, help="a closed loop of so many requests, instead of a load")
+    command.add_argument("--policies", nargs="+", required=True, metavar="POLICY", help="such as none,static:3 sglang")
+    command.add_argument("--seeds", type=int, default=1, help="runs of each policy")
+    command.add_argument(
+        "--seconds", type=float, help="of virtual time, each run (default: 300, or the trace's length)"
+    )
+    command.add_argument("--workers", type=int, help="processes (default: one a core)")
+    command.add_argument("--json", type=Path, help="write the figures of every run")
+    command.add_argument("--report", type=Path, metavar="DIR", help="write replay.html there: tables and plots")
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Replay, write what was asked for, print the means; return the exit code."""
+    request = ReplayRequest(
+        surface=options.surface,
+        policies=options.policies,
+        traces=options.traces,
+        server=options.server,
+        arrivals=None if options.arrivals == "none" else Path(options.arrivals),
+        load=options.load,
+        concurrency=options.concurrency,
+        seeds=options.seeds,
+        seconds=options.seconds,
+        workers=options.workers,
+        json=options.json,
+        report=options.report,
+    )
+    return replay(request, console)

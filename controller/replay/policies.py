@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from specpilot.controller.config import ConfigError
+from specpilot.controller.errors import ConfigError
 from specpilot.policies.baselines import BatchTable, InformedGreedy, Truth
 from specpilot.policies.goodput import Goodput
 from specpilot.policies.interface import Policy

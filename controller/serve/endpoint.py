@@ -16,7 +16,7 @@ from pathlib import Path
 
 import zmq
 
-from specpilot.controller.config import ConfigError
+from specpilot.controller.errors import ConfigError
 from specpilot.controller.serve.keys import DOMAIN, REFUSED_NAMED, Authenticator, read_authorized
 from specpilot.sglang_hooks.connection import (
     EndpointError,

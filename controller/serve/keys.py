@@ -10,20 +10,23 @@ saying who was refused.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import re
 import stat
+import sys
 import tempfile
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import zmq
+from rich.console import Console
 from zmq.auth import create_certificates
 from zmq.auth.thread import ThreadAuthenticator
 
-from specpilot.controller.config import ConfigError
+from specpilot.controller.errors import ConfigError
 from specpilot.sglang_hooks.connection import EndpointError, read_key_pair, read_public_key
 
 logger = logging.getLogger(__name__)
@@ -180,3 +183,15 @@ class Authenticator(ThreadAuthenticator):  # type: ignore[misc, unused-ignore]
         with self._lock:
             refused, self._refused = self._refused, []
         return refused
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the options of ``specpilot keygen``."""
+    command.add_argument("folder", type=Path, metavar="DIR", help="for the key files, new or of an earlier keygen")
+    command.add_argument("--client", default="client", metavar="NAME", help="whose pair is made (default: client)")
+
+
+def run(options: argparse.Namespace, console: Console) -> int:  # noqa: ARG001
+    """Make the key files and say what to set where; return 0."""
+    sys.stdout.write(describe_keys(make_keys(options.folder, options.client), options.client))
+    return 0

@@ -16,16 +16,8 @@ from typing import Any
 
 import msgspec
 
-from specpilot.controller.config import (
-    Config,
-    ConfigError,
-    Document,
-    ServerConfig,
-    config_of,
-    merged,
-    read_document,
-    with_policy,
-)
+from specpilot.controller.config import Config, Document, ServerConfig, config_of, merged, read_document, with_policy
+from specpilot.controller.errors import ConfigError
 from specpilot.sglang_hooks.wire import SetRequest
 
 HOT = ServerConfig.__struct_fields__

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from specpilot.controller.config import ConfigError
+from specpilot.controller.errors import ConfigError
 from specpilot.controller.serve.switchback import Stored
 from specpilot.controller.trace.writer import folder_name
 from specpilot.policies.models.cost_prior import fingerprint

@@ -18,7 +18,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from specpilot.controller.config import Config, ConfigError, GoodputPolicy, ServerConfig, default_endpoint
+from specpilot.controller.config import Config, GoodputPolicy, ServerConfig, default_endpoint
+from specpilot.controller.errors import ConfigError
 from specpilot.controller.serve.counters import CONTROLLER_COUNTERS, Once, cause
 from specpilot.controller.serve.endpoint import Endpoint
 from specpilot.controller.serve.live_config import Layers, LiveConfig

@@ -8,6 +8,7 @@ metadata. At most ``ROWS`` rows are in memory; the file appears whole, under its
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 from collections.abc import Callable, Iterable
@@ -20,9 +21,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
+from rich.console import Console
 
-from specpilot.controller.config import CommandError
-from specpilot.controller.trace.info import ServerTrace, trace_info
+from specpilot.controller.errors import CommandError
+from specpilot.controller.trace.info import ServerTrace, print_trace_info, trace_info
 from specpilot.controller.trace.reader import Segment, segments
 from specpilot.controller.trace.writer import SCHEMA
 
@@ -213,3 +215,20 @@ def _umask() -> int:
     current = os.umask(0)
     os.umask(current)
     return current
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the options of ``specpilot trace export``."""
+    command.add_argument("paths", nargs="+", type=Path, help="trace folders or segments")
+    command.add_argument("-o", dest="output", type=Path, required=True, metavar="FILE", help="what to write")
+    command.add_argument("--format", choices=get_args(Format), help="default: what FILE ends in")
+    command.add_argument("--force", action="store_true", help="replace FILE if it is there")
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Export, and print what was exported; return 0."""
+    info = export_trace(options.paths, options.output, options.format, options.force)
+    print_trace_info(info, console)
+    records = sum(server.records for server in info.values())
+    console.print(f"{options.output}: {records:,} records of {len(info)} servers", highlight=False, soft_wrap=True)
+    return 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
@@ -160,3 +162,19 @@ def _when(seconds: float) -> str:
         return datetime.fromtimestamp(seconds).isoformat(" ", "milliseconds")
     except (ValueError, OverflowError, OSError):
         return f"{seconds:g}"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the options of ``specpilot trace info``."""
+    command.add_argument("paths", nargs="+", type=Path, help="trace folders or segments")
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Read the traces and print what they hold; return 0."""
+    info = trace_info(options.paths)
+    if options.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(info)).decode() + "\n")
+    else:
+        print_trace_info(info, console)
+    return 0

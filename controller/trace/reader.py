@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from specpilot.controller.config import CommandError
+from specpilot.controller.errors import CommandError
 from specpilot.controller.trace.writer import FORMAT_VERSION, SCHEMA, Configuration, segments_in
 from specpilot.sglang_hooks.wire import Hello
 

@@ -30,7 +30,8 @@ from urllib.parse import quote
 import msgspec
 import pyarrow as pa
 
-from specpilot.controller.config import ConfigError, ServerConfig, TraceConfig
+from specpilot.controller.config import ServerConfig, TraceConfig
+from specpilot.controller.errors import ConfigError
 from specpilot.sglang_hooks.wire import WIRE_VERSION, Hello, StepRecord
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ from pathlib import Path
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specpilot.controller.config import ConfigError, WebConfig, is_loopback
+from specpilot.controller.config import WebConfig, is_loopback
+from specpilot.controller.errors import ConfigError
 from specpilot.controller.serve.snapshot import Board
 from specpilot.controller.web.app import make_app
 

@@ -16,6 +16,7 @@ import pytest
 import zmq
 from rich.console import Console
 
+from specpilot.controller.client.status import print_status
 from specpilot.controller.config import (
     Config,
     ControllerConfig,
@@ -26,7 +27,7 @@ from specpilot.controller.config import (
 )
 from specpilot.controller.serve import service as service_module
 from specpilot.controller.serve.counters import CONTROLLER_COUNTERS, SERVER_COUNTERS
-from specpilot.controller.serve.report import ControllerStatus, print_status
+from specpilot.controller.serve.report import ControllerStatus
 from specpilot.controller.serve.service import HELD_MESSAGES, Service
 from specpilot.sglang_hooks import link as link_module
 from specpilot.sglang_hooks import plugin

@@ -30,7 +30,7 @@ from rich.console import Console
 
 import specpilot.controller.cli as cli
 from specpilot.controller.config import Config, ControllerConfig, GoodputPolicy, PriorConfig, StaticPolicy, TraceConfig
-from specpilot.controller.doctor.command import Request, examine
+from specpilot.controller.doctor.command import DoctorRequest, examine
 from specpilot.controller.doctor.host import (
     TROUBLE,
     Address,
@@ -360,7 +360,7 @@ def test_all_is_well(steered: tuple[Controller, Agent], capsys: pytest.CaptureFi
     file.write_text('{"1": {"candidate_steps": [0, 1, 3]}}')
     arguments = [*EAGLE, "--speculative-adaptive", "--speculative-adaptive-config", str(file), "--attention-backend",
                  "fa3", "--max-running-requests", "64"]  # fmt: skip
-    request = Request(arguments, controller.config)
+    request = DoctorRequest(arguments, controller.config)
     checks = examine(request, {"SPECPILOT_ENDPOINT": controller.endpoint})
     assert outcomes(check for check in checks if check.area != "memory") == {"ok"}
     assert only(checks, "s/0 is steered: K=").area == "controller"
@@ -737,7 +737,7 @@ def test_a_running_server_is_looked_for_at_the_controller(steered: tuple[Control
         ("other", "problem", "no server of other is connected"),
     ):
         with Info("/server_info", {"model_path": model}) as server:
-            checks = examine(Request(config=steered[0].config, url=server.url), environment)
+            checks = examine(DoctorRequest(config=steered[0].config, url=server.url), environment)
         assert only(checks, text).outcome == outcome
         assert "none given" not in str(checks)
 
@@ -836,7 +836,7 @@ def test_what_sglang_logs_of_its_arguments(tmp_path: Path, resolved: dict[str, d
     file.write_text(switched_off + plain + IN_PLACE)
     log = read_log(file)
     assert (log.disabled, log.capacity_is_default) == ("", False)
-    checks = examine(Request(log=file), {})
+    checks = examine(DoctorRequest(log=file), {})
     assert only(checks, "--max-running-requests 256").area == "running server"
     assert only(checks, "--speculative-adaptive is in force").outcome == "ok"
     file.write_text(switched_off + default)

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from specpilot.controller import cli
-from specpilot.controller.config import ConfigError
-from specpilot.controller.fit.command import Request, fit_command, read_fleet
+from specpilot.controller.errors import ConfigError
+from specpilot.controller.fit.command import FitRequest, fit_command, read_fleet
 from specpilot.controller.fit.models import Fitted, _huber, _line, fit
 from specpilot.controller.fit.report import DOUBTFUL, LISTED_CELLS, Report, print_report
 from specpilot.controller.replay.judge import Judged
@@ -427,6 +427,6 @@ def test_a_ray_cluster_that_is_not_there_is_named(
 
 def test_a_request_from_python(tmp_path: Path) -> None:
     write(tmp_path, steady(400, 14, sizes=[8]), **OF_SERVER)
-    assert fit_command(Request([tmp_path], tmp_path / "prior.json"), QUIET) == 0
+    assert fit_command(FitRequest([tmp_path], tmp_path / "prior.json"), QUIET) == 0
     with pytest.raises(ConfigError, match="make it first"):
-        fit_command(Request([tmp_path], tmp_path / "x" / "prior.json"), QUIET)
+        fit_command(FitRequest([tmp_path], tmp_path / "x" / "prior.json"), QUIET)

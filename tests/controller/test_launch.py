@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
-from specpilot.controller.config import ConfigError
-from specpilot.controller.launch.command import Request, plan
+from specpilot.controller.client.status import StatusError, fetch_status
+from specpilot.controller.errors import ConfigError
+from specpilot.controller.launch.command import LaunchRequest, plan
 from specpilot.controller.launch.sglang_arguments import additions, given, health_url, unsteerable
-from specpilot.controller.serve.report import StatusError, fetch_status
 
 ROOT = Path(__file__).parents[2]
 EAGLE = ["--model-path", "m", "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "d"]
@@ -92,7 +92,7 @@ def test_a_file_of_arguments_counts_as_given(tmp_path: Path) -> None:
 )
 def test_what_sglang_would_not_adapt_is_refused_by_name(arguments: list[str], names: str) -> None:
     with pytest.raises(ConfigError, match=names):
-        plan(Request(arguments, candidates=[0, 1, 3]), {})
+        plan(LaunchRequest(arguments, candidates=[0, 1, 3]), {})
 
 
 @pytest.mark.parametrize("arguments", [EAGLE, TREE])
@@ -123,7 +123,7 @@ def test_an_argument_that_sglang_does_not_know_is_refused() -> None:
 
 def test_a_misspelt_option_of_the_plugin_is_refused() -> None:
     with pytest.raises(ConfigError, match="SPECPILOT_MODUS"):
-        plan(Request(EAGLE, candidates=[0, 1]), {"SPECPILOT_MODUS": "shadow"})
+        plan(LaunchRequest(EAGLE, candidates=[0, 1]), {"SPECPILOT_MODUS": "shadow"})
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ import psutil
 import pytest
 import zmq
 
-from specpilot.controller.config import Config, ConfigError, ControllerConfig, ThresholdPolicy, TraceConfig, load_config
+from specpilot.controller.client.status import StatusError, fetch_status
+from specpilot.controller.config import Config, ControllerConfig, ThresholdPolicy, TraceConfig, load_config
+from specpilot.controller.errors import ConfigError
 from specpilot.controller.serve.endpoint import Endpoint
 from specpilot.controller.serve.keys import Made, make_keys
-from specpilot.controller.serve.report import StatusError, fetch_status
 from specpilot.controller.serve.service import SERVERS, STRANGERS, Service
 from specpilot.sglang_hooks import connection
 from specpilot.sglang_hooks.agent import Agent, ServerFacts

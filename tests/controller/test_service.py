@@ -15,9 +15,9 @@ import msgspec
 import pytest
 import zmq
 
+from specpilot.controller.client.status import StatusError, fetch_status
 from specpilot.controller.config import (
     Config,
-    ConfigError,
     ControllerConfig,
     GoodputPolicy,
     PriorConfig,
@@ -25,8 +25,9 @@ from specpilot.controller.config import (
     TraceConfig,
     load_config,
 )
+from specpilot.controller.errors import ConfigError
 from specpilot.controller.serve.endpoint import Endpoint
-from specpilot.controller.serve.report import ControllerStatus, ServerStatus, StatusError, fetch_status
+from specpilot.controller.serve.report import ControllerStatus, ServerStatus
 from specpilot.controller.serve.service import Service
 from specpilot.policies.interface import Grid, Plan, Policy
 from specpilot.sglang_hooks.agent import Agent, ServerFacts

@@ -16,15 +16,8 @@ import pyarrow.parquet
 import pytest
 
 from specpilot.controller.client.settings import change_settings
-from specpilot.controller.config import (
-    Config,
-    ConfigError,
-    ControllerConfig,
-    GoodputPolicy,
-    PriorConfig,
-    TraceConfig,
-    load_config,
-)
+from specpilot.controller.config import Config, ControllerConfig, GoodputPolicy, PriorConfig, TraceConfig, load_config
+from specpilot.controller.errors import ConfigError
 from specpilot.controller.serve.live_config import SetReport
 from specpilot.controller.serve.service import Service
 from specpilot.controller.trace.export import export_trace

@@ -13,7 +13,6 @@ import pytest
 
 from specpilot.controller.config import (
     Config,
-    ConfigError,
     ControllerConfig,
     GoodputPolicy,
     PriorConfig,
@@ -22,6 +21,7 @@ from specpilot.controller.config import (
     TraceConfig,
     load_config,
 )
+from specpilot.controller.errors import ConfigError
 from specpilot.controller.replay.scenario import InProcessAgent
 from specpilot.controller.serve.service import Service
 from specpilot.controller.serve.switchback import (

@@ -25,7 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from specpilot.controller.config import ConfigError, TraceConfig
+from specpilot.controller.config import TraceConfig
+from specpilot.controller.errors import ConfigError
 from specpilot.controller.trace import writer as trace
 from specpilot.controller.trace.info import LISTED_FAULTS, ServerTrace, print_trace_info, trace_info
 from specpilot.controller.trace.reader import Segment, TraceError, segments
@@ -380,7 +381,7 @@ import sys
 from pathlib import Path
 from specpilot.controller.config import TraceConfig
 from specpilot.controller.trace.writer import TraceWriter
-from tests.messages import hello, record
+from tests.support.messages import hello, record
 writer = TraceWriter(Path(sys.argv[1]), "node:30000/0", hello(), TraceConfig(segment_bytes=1 << 20))
 now = 0
 while True:

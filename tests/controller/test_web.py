@@ -18,16 +18,9 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from specpilot.controller.config import (
-    Config,
-    ConfigError,
-    ControllerConfig,
-    PriorConfig,
-    TraceConfig,
-    WebConfig,
-    load_config,
-)
-from specpilot.controller.serve.report import fetch_status
+from specpilot.controller.client.status import fetch_status
+from specpilot.controller.config import Config, ControllerConfig, PriorConfig, TraceConfig, WebConfig, load_config
+from specpilot.controller.errors import ConfigError
 from specpilot.controller.serve.service import Service
 from specpilot.controller.serve.snapshot import Board, Snapshot
 from specpilot.controller.web import Page, server

@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 import zmq
 
-from specpilot.controller.serve.report import ControllerStatus, ServerStatus, StatusError, fetch_status
+from specpilot.controller.client.status import StatusError, fetch_status
+from specpilot.controller.serve.report import ControllerStatus, ServerStatus
 from tests.faults import shifted
 from tests.faults.command import DECISION, Command
 

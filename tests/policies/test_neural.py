@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from specpilot.controller.cli import main
-from specpilot.controller.config import Config, ConfigError, ControllerConfig, NeuralPolicy, TraceConfig
+from specpilot.controller.config import Config, ControllerConfig, NeuralPolicy, TraceConfig
+from specpilot.controller.errors import ConfigError
 from specpilot.controller.neural_file import load_model, save_model
 from specpilot.controller.replay.policies import ReplayError, parse_policy
 from specpilot.controller.replay.scenario import Scenario, serve

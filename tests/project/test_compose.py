@@ -19,7 +19,7 @@ import jsonschema
 import pytest
 import yaml
 
-from specpilot.controller.cli import _parser
+from specpilot.controller.cli import parser
 from specpilot.controller.config import Config, load_config
 from specpilot.controller.launch.sglang_arguments import additions, candidate_steps, given, unsteerable
 from specpilot.sglang_hooks.connection import socket_path
@@ -74,7 +74,7 @@ def volume_of(service: Service, path: Path) -> str:
 
 def config(sidecar: Service) -> Config:
     """The configuration that the sidecar starts with."""
-    options = _parser().parse_args(sidecar["command"][1:])
+    options = parser().parse_args(sidecar["command"][1:])
     return load_config(FOLDER / mounts(sidecar)[str(options.config)])
 
 
@@ -147,7 +147,7 @@ def test_every_variable_is_an_option(server: Service, sidecar: Service) -> None:
 def test_the_sidecar_is_asked_with_a_command_of_its_own(sidecar: Service) -> None:
     word, program, *arguments = sidecar["healthcheck"]["test"]
     assert (word, program) == ("CMD", "specpilot")
-    assert _parser().parse_args(arguments).run.__name__ == "_status"
+    assert parser().parse_args(arguments).run.__module__ == "specpilot.controller.client.status"
 
 
 def test_both_start_again(server: Service, sidecar: Service) -> None:

@@ -15,10 +15,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from specpilot.controller.cli import _parser
+from specpilot.controller.cli import parser
+from specpilot.controller.client.status import print_status
 from specpilot.controller.config import Config, load_config
 from specpilot.controller.serve.counters import CONTROLLER_COUNTERS, SERVER_COUNTERS
-from specpilot.controller.serve.report import ControllerStatus, ServerStatus, print_status
+from specpilot.controller.serve.report import ControllerStatus, ServerStatus
 from specpilot.controller.serve.switchback import SwitchbackStatus
 from specpilot.controller.trace.writer import SCHEMA
 from specpilot.policies.knowledge import Estimate
@@ -183,7 +184,7 @@ def commands(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, 
 
 
 def test_commands() -> None:
-    real = set(commands(_parser(), "specpilot"))
+    real = set(commands(parser(), "specpilot"))
     text = section("options.md", "The command line")
     documented = {(code(row[0]), code(row[1])) for row in rows(text) if len(row) == 4}
     assert documented == (real | {("specpilot trace info", "PATH …")}) - {("specpilot trace info", "")}

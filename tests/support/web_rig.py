@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specpilot.controller.client.status import StatusError, fetch_status
 from specpilot.controller.serve.priors import PriorStore
-from specpilot.controller.serve.report import ControllerStatus, StatusError, fetch_status
+from specpilot.controller.serve.report import ControllerStatus
 from specpilot.controller.simulation.server import CANDIDATE_STEPS
 from specpilot.controller.simulation.surface import H200_8B
 from tests.support.messages import hello

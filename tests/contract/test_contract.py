@@ -172,7 +172,7 @@ def test_every_form_is_that_of_a_supported_version() -> None:
     assert [use.target for use, forms in found.items() if forms != set(use.forms)] == []
 
 
-FOLDER = Path(contract.__file__).parent
+FOLDER = Path(contract.__file__).resolve().parent
 TREES = {path.name: ast.parse(path.read_text()) for path in FOLDER.glob("*.py")}
 
 OWNERS: dict[str, tuple[str, ...]] = {

@@ -135,7 +135,7 @@ def test_counters(tmp_path: Path) -> None:
     agent.stop()
     assert sorted(counters) == sorted(COUNTERS)
     server, controller, trouble = (
-        [code(row[0]) for row in rows(section("operations.md", heading))]
+        [code(row[0]) for row in rows(section("status.md", heading))]
         for heading in ("Kept by the server", "Kept by the controller", "Other signs of trouble")
     )
     assert server == list(COUNTERS)
@@ -162,7 +162,7 @@ def test_status_lines_and_fields() -> None:
     with console.capture() as capture:
         print_status(controller, console)
     lines = [line.split()[0] for line in capture.get().splitlines()[3:]]
-    text = section("operations.md", "What `specpilot status` shows")
+    text = section("status.md", "What `specpilot status` shows")
     head, for_each, fields = re.split(r"\n\n(?=For each server,|With `--json`)", text)
     assert head
     assert [code(row[0]) for row in rows(for_each)] == lines

@@ -25,9 +25,9 @@ import numpy.typing as npt
 
 from specpilot.policies.goodput import CONTEXT_EDGES, KEEP, STAY
 from specpilot.policies.interface import Grid, Plan, Policy, PolicyError
-from specpilot.policies.models.acceptance import trials_of
 from specpilot.policies.models.applied import AppliedSteps
 from specpilot.policies.models.cost_prior import fingerprint
+from specpilot.policies.models.trials import trials_of
 from specpilot.policies.rules.exploration import PROBE_STEPS, probe
 from specpilot.policies.rules.vetoes import Vetoes
 from specpilot.sglang_hooks.wire import MASKED, Hello, StepRecord

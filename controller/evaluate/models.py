@@ -20,7 +20,8 @@ import numpy as np
 
 from specpilot.policies.goodput import CONTEXT_EDGES, KEEP, STAY
 from specpilot.policies.interface import Grid, Plan
-from specpilot.policies.models.acceptance import BANDS, PRIOR_STRENGTH
+from specpilot.policies.models.acceptance import BANDS
+from specpilot.policies.models.acceptance_evidence import PRIOR_STRENGTH
 from specpilot.policies.models.cost import CostModel, fingerprint
 from specpilot.policies.models.cost_prior import StoredCell, StoredCosts, StoredSwitch, StoredSwitches
 from specpilot.policies.offpolicy.logged_steps import FloatArray, IntArray, Steps

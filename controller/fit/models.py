@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from specpilot.controller.errors import ConfigError
 from specpilot.controller.fit.statistics import FOLDS, SAMPLE, Part, Sample, kind_steps
-from specpilot.policies.models.acceptance import BANDS, CHAIN_DECAY, FIRST_MEAN, AcceptanceModel
+from specpilot.policies.models.acceptance import BANDS, AcceptanceModel
+from specpilot.policies.models.acceptance_evidence import CHAIN_DECAY, FIRST_MEAN
 from specpilot.policies.models.cost import CostModel, switch_kind
 from specpilot.policies.models.cost_cell import CLIP, FIRST, MEMORY, SPREAD_FLOOR
 from specpilot.policies.models.cost_prior import (

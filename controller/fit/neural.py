@@ -28,8 +28,8 @@ from specpilot.controller.neural_file import save_model
 from specpilot.controller.trace.checks import Findings, chosen, empty, only, read_source, survey
 from specpilot.controller.trace.reader import TraceError
 from specpilot.controller.trace.writer import records
-from specpilot.policies.models.acceptance import trials_of
 from specpilot.policies.models.cost import fit_to_learn
+from specpilot.policies.models.trials import trials_of
 from specpilot.policies.neural import LAYERS, LOAD_FEATURES, TEXT_FEATURES, Context, Model, Net
 from specpilot.sglang_hooks.wire import Hello, StepRecord
 

@@ -40,9 +40,9 @@ from specpilot.controller.simulation.workload import Arrival, Phase
 from specpilot.controller.trace.checks import Findings, chosen, empty, only, read_source, survey
 from specpilot.controller.trace.reader import TraceError
 from specpilot.controller.trace.writer import records
-from specpilot.policies.models.acceptance import trials_of
 from specpilot.policies.models.applied import AppliedSteps
 from specpilot.policies.models.cost import CostModel
+from specpilot.policies.models.trials import trials_of
 from specpilot.sglang_hooks.wire import MASKED, ForwardKind, Hello, StepRecord
 
 WINDOW_SECONDS, WINDOW_TRIALS = 20.0, 400

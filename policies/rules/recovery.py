@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from specpilot.policies.models.acceptance import trials_of
+from specpilot.policies.models.trials import trials_of
 from specpilot.sglang_hooks.wire import StepRecord
 
 FOLLOW_NATS = 1.5

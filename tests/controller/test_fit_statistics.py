@@ -36,9 +36,10 @@ from specpilot.controller.fit.statistics import (
 )
 from specpilot.controller.trace.checks import Columns, Findings, read_checked, survey
 from specpilot.controller.trace.writer import to_batch
-from specpilot.policies.models.acceptance import BANDS, trials_of
+from specpilot.policies.models.acceptance import BANDS
 from specpilot.policies.models.applied import AppliedSteps
 from specpilot.policies.models.cost import fit_to_learn
+from specpilot.policies.models.trials import trials_of
 from specpilot.sglang_hooks.wire import StepRecord
 from tests.controller.test_trace_checks import KEY, write
 from tests.support.messages import hello, record

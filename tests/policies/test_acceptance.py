@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specpilot.policies.models.acceptance import (
-    ALARM_RECORDS,
+from specpilot.policies.models.acceptance import AcceptanceModel
+from specpilot.policies.models.acceptance_change import ALARM_RECORDS
+from specpilot.policies.models.acceptance_evidence import (
     HALF_LIFE_STEPS,
     PRIOR_STRENGTH,
     RECORD_FLOOR,
     RECORD_SAMPLES,
     RECORD_SHARE,
-    STORED_SAMPLES,
-    AcceptanceModel,
 )
+from specpilot.policies.models.acceptance_prior import STORED_SAMPLES
 from specpilot.sglang_hooks.wire import MASKED, StepRecord
 from tests.support.messages import record
 

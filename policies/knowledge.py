@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-Z = 1.96
-"""Intervals are of 95 %."""
+from specpilot.policies.student import NORMAL_975
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -32,7 +31,7 @@ class Estimate(msgspec.Struct, frozen=True):
         >>> Estimate.relative(2.0, 0.0)
         Estimate(value=2.0, low=2.0, high=2.0)
         """
-        stretch = math.exp(min(Z * error, 50.0))
+        stretch = math.exp(min(NORMAL_975 * error, 50.0))
         return cls(value, value / stretch, value * stretch)
 
     @classmethod
@@ -46,7 +45,7 @@ class Estimate(msgspec.Struct, frozen=True):
         if not 0.0 < value < 1.0:
             return cls(value, value, value)
         odds = value / (1.0 - value)
-        stretch = math.exp(min(Z * math.sqrt(variance) / (value * (1.0 - value)), 50.0))
+        stretch = math.exp(min(NORMAL_975 * math.sqrt(variance) / (value * (1.0 - value)), 50.0))
         return cls(value, odds / (odds + stretch), odds * stretch / (odds * stretch + 1.0))
 
 

@@ -23,11 +23,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specpilot.policies.goodput import CONTEXT_EDGES, KEEP, STAY
-from specpilot.policies.interface import Grid, Plan, Policy, PolicyError
+from specpilot.policies.interface import Plan, Policy, PolicyError
+from specpilot.policies.models.acceptance_length import chain_lengths
 from specpilot.policies.models.applied import AppliedSteps
 from specpilot.policies.models.cost_prior import fingerprint
 from specpilot.policies.models.trials import trials_of
+from specpilot.policies.places import CellPlaces
+from specpilot.policies.rules.choice import KEEP, STAY
 from specpilot.policies.rules.exploration import PROBE_STEPS, probe
 from specpilot.policies.rules.vetoes import Vetoes
 from specpilot.sglang_hooks.wire import MASKED, Hello, StepRecord
@@ -40,8 +42,6 @@ PRIOR_SAMPLES = 4.0
 """Of acceptance 0.5, so that a position never tried has a log-odds."""
 URGENT_STEPS = 32
 """Text can change within a second: a decision is asked for after so many steps."""
-CONTEXTS = (512.0, 2048.0, 8192.0, 32768.0)
-"""Tokens per request that stand for a context region until one was seen there."""
 LEVEL_MEMORY = 0.05
 """Share of the newest record in what stands for queue and context."""
 LOAD_FEATURES = 6
@@ -172,9 +172,7 @@ class Model:
 
     def lengths(self, text: FloatArray) -> FloatArray:
         """Return tokens per request and step of each K, bonus token included, shape (n, K)."""
-        products = self.hazards(text).cumprod(axis=1)
-        lengths = np.concatenate([np.ones((len(text), 1)), 1.0 + products.cumsum(axis=1)], axis=1)
-        return np.asarray(lengths[:, list(self.steps)])
+        return chain_lengths(self.hazards(text))[:, list(self.steps)]
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return everything as arrays, for a file; ``Model.of`` takes them back."""
@@ -262,12 +260,9 @@ class Neural(Policy):
                 "fewer than two in common. Fit one to traces in which this server tried them"
             )
         self._columns = [self._model.steps.index(k) for k in self._arms]
-        sizes = tuple(size for size in sorted(server.captured_batch_sizes) if size <= server.max_running_requests)
-        self._grid = Grid(sizes, tuple(edge for edge in CONTEXT_EDGES if edge < max(server.context_length, 1)))
-        rows, columns = self._grid.shape
-        above = sizes[-1] * 1.25 + 1.0 if sizes else 1.0
-        self._batches = np.repeat(np.array([*sizes, above], np.float64)[:rows], columns)
-        self._at = np.array(CONTEXTS[:columns])
+        self._places = CellPlaces(server)
+        self._grid = self._places.grid
+        self._batches = np.repeat(np.array(self._places.batch_sizes), self._grid.shape[1])
         first = min(range(len(self._arms)), key=lambda arm: abs(self._arms[arm] - server.fallback_steps))
         self._choice = np.full(self._grid.cells, first)
         self._context = Context(self._model.positions, server.topk)
@@ -285,14 +280,13 @@ class Neural(Policy):
             self.vetoes.observe(step, steps, self._arms, self._server.kv_tokens, self._now)
         mean_context = step.context_tokens / step.batch_size
         self._cell = self._grid.cell(step.padded_batch_size, mean_context)
-        region = self._grid.cell(0, mean_context)
-        self._at[region] += LEVEL_MEMORY * (mean_context - self._at[region])
+        self._places.observe(mean_context, LEVEL_MEMORY)
         self._seen += 1
         self.urgent |= self._seen % URGENT_STEPS == 0
 
     def values(self, since_switch: float = 30.0) -> tuple[FloatArray, FloatArray]:
         """Return goodput per request and seconds of every cell and candidate, two arrays of shape (cells, K)."""
-        contexts = np.tile(self._at, self._grid.shape[0])
+        contexts = np.tile(self._places.contexts, self._grid.shape[0])
         since = np.full_like(self._batches, since_switch)
         seconds = np.exp(self._model.log_seconds(self._context.load(self._batches, contexts, since)))
         lengths = self._model.lengths(self._context.text(self._batches, contexts))

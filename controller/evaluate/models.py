@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from specpilot.policies.goodput import CONTEXT_EDGES, KEEP, STAY
 from specpilot.policies.interface import Grid, Plan
 from specpilot.policies.models.acceptance import BANDS
 from specpilot.policies.models.acceptance_evidence import PRIOR_STRENGTH
@@ -26,6 +25,8 @@ from specpilot.policies.models.cost import CostModel, fingerprint
 from specpilot.policies.models.cost_prior import StoredCell, StoredCosts, StoredSwitch, StoredSwitches
 from specpilot.policies.offpolicy.logged_steps import FloatArray, IntArray, Steps
 from specpilot.policies.offpolicy.step_model import StepModel
+from specpilot.policies.places import CONTEXT_EDGES
+from specpilot.policies.rules.choice import KEEP, STAY
 from specpilot.sglang_hooks.wire import Hello
 
 BINS_PER_OCTAVE, FIRST_OCTAVE, OCTAVES = 16, -17, 27

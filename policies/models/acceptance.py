@@ -204,12 +204,12 @@ class AcceptanceModel:
 
     def hazard(self, batch_size: int, mean_context: float) -> FloatArray:
         """Return h_1..h_max_steps, shape (max_steps,), at a batch size and context tokens per request."""
-        return np.array([hazard.mean for hazard in self._hazards(batch_size, mean_context)])
+        return np.array([mean for mean, _, _ in self._hazards(batch_size, mean_context)])
 
     def positions(self) -> tuple[Position, ...]:
         """Return acceptance by position, of all batch sizes and contexts together."""
         rows = zip(self._pool.posterior(), self._pool.trials, strict=True)
-        return tuple(Position(Estimate.share(hazard.mean, hazard.variance), trials) for hazard, trials in rows)
+        return tuple(Position(Estimate.share(mean, variance), trials) for (mean, variance, _), trials in rows)
 
     def expected_length(self, steps: int, batch_size: int, mean_context: float) -> float:
         """Return tokens per request and step at ``steps`` drafts, bonus token included."""
@@ -246,12 +246,12 @@ class AcceptanceModel:
         rest = 1.0 - weight
         # A mixture's variance: where the two disagree, not knowing which holds is part of it.
         return [
-            Hazard(
-                weight * mean + rest * pooled.mean,
-                weight * variance + rest * pooled.variance + weight * rest * (mean - pooled.mean) ** 2,
-                weight * coupling + rest * pooled.coupling,
+            (
+                weight * mean + rest * pool_mean,
+                weight * variance + rest * pool_variance + weight * rest * (mean - pool_mean) ** 2,
+                weight * coupling + rest * pool_coupling,
             )
-            for (mean, variance, coupling), pooled in zip(own, pool, strict=True)
+            for (mean, variance, coupling), (pool_mean, pool_variance, pool_coupling) in zip(own, pool, strict=True)
         ]
 
     # -- the next start --
@@ -278,8 +278,9 @@ def _own_weight(evidence: Evidence, own: Sequence[Hazard], pool: Sequence[Hazard
     See ``AcceptanceModel``: G/q - 1 with G in ``distance`` and q in ``quantile``.
     """
     distance, quantile = 0.0, 10.0
-    for trials, (mean, variance, _), pooled in zip(evidence.trials, own, pool, strict=True):
+    rows = zip(evidence.trials, own, pool, strict=True)
+    for trials, (mean, variance, _), (pool_mean, pool_variance, _) in rows:
         if trials >= PRIOR_STRENGTH:
-            distance += (mean - pooled.mean) ** 2 / (variance + pooled.variance)
+            distance += (mean - pool_mean) ** 2 / (variance + pool_variance)
             quantile += 2.0
     return min(max(distance / quantile - 1.0, 0.0), 1.0)

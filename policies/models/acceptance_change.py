@@ -92,10 +92,10 @@ class ChangeDetector:
 def _armed(known: Evidence) -> list[float]:
     """Return the mean hazards down to the first position that has too few samples."""
     means = []
-    for samples, hazard in zip(known.trials, known.posterior(), strict=True):
+    for samples, (mean, _, _) in zip(known.trials, known.posterior(), strict=True):
         if samples < ARM_SAMPLES:
             break
-        means.append(hazard.mean)
+        means.append(mean)
     return means
 
 

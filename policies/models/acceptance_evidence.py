@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 HALF_LIFE_SAMPLES, HALF_LIFE_STEPS = 256.0, 32.0
 """Evidence halves after whichever of the two is longer: 256 steps at batch 1, 32 steps from batch 8 on.
@@ -29,16 +28,12 @@ samples around CHAIN_DECAY * h_{j-1}: measured drafters fall off slowly, but wha
 OLD_SAMPLES = 2.0
 """Evidence from before a change counts for at most so many samples after it."""
 
+Hazard = tuple[float, float, float]
+"""Estimate of h_j = P(draft j accepted | drafts 1..j-1 accepted): mean, own variance, coupling.
 
-class Hazard(NamedTuple):
-    """Estimate of h_j = P(draft j accepted | drafts 1..j-1 accepted)."""
-
-    mean: float
-    """Posterior mean of the hazard."""
-    variance: float
-    """Posterior variance of the hazard, given that of the position before."""
-    coupling: float
-    """d mean_j / d mean_{j-1}: by how much the hazard moves with that of the position before."""
+The own variance is that of the hazard given the one of the position before; the coupling
+d mean_j / d mean_{j-1} is by how much the mean moves with that one. A plain tuple: a decision makes thousands.
+"""
 
 
 @dataclass(eq=False)
@@ -96,6 +91,6 @@ class Evidence:
         for trials, passed in zip(self.trials, self.passed, strict=True):
             total = PRIOR_STRENGTH + trials
             mean = (PRIOR_STRENGTH * prior + passed) / total
-            hazards.append(Hazard(mean, mean * (1.0 - mean) / (total + 1.0), chain / total))
+            hazards.append((mean, mean * (1.0 - mean) / (total + 1.0), chain / total))
             prior, chain = CHAIN_DECAY * mean, CHAIN_DECAY * PRIOR_STRENGTH
         return hazards

@@ -15,6 +15,7 @@ import numpy as np
 
 from specpilot.policies.interface import Grid
 from specpilot.policies.offpolicy.logged_steps import FloatArray, IntArray
+from specpilot.policies.student import NORMAL_975
 
 REGIONS = Grid((1, 2, 4, 8, 16, 32, 64, 128, 256, 512), (1024, 4096, 16384))
 """Batch sizes and context tokens per request within which steps are taken together."""
@@ -226,7 +227,7 @@ def needed_floor(
     may be left out must get LEAST_BLOCKS blocks, with half as many to spare. And the interval must come
     down to +-``half_width`` of the estimate: with floor e, m of N steps in question and blocks of B, whose
     settled steps are taken to be as alike as one, its variance is (m/N)^2 spread^2 / (e m / B), so
-    e = (1.96 / half_width)^2 spread^2 B m / N^2.
+    e = (z / half_width)^2 spread^2 B m / N^2 with z = 1.96.
 
     >>> cell = Unanswered((1, 1), (0, 1024), 3, 200_000, 0.0, "never run")
     >>> round(needed_floor([cell], 1_000_000, 0.3, 4), 4)
@@ -246,6 +247,6 @@ def needed_floor(
             smallest = count
             break
     by_count = 1.5 * LEAST_BLOCKS * block_steps / smallest
-    by_width = (1.96 / half_width) ** 2 * spread**2 * block_steps * concerned / steps**2
+    by_width = (NORMAL_975 / half_width) ** 2 * spread**2 * block_steps * concerned / steps**2
     needed = max(by_count, by_width)
     return needed if needed <= 0.25 else math.inf

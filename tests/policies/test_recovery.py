@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specpilot.policies.rules.recovery import Watch
+from specpilot.policies.rules.recovery import RecoveryTest
 from tests.support.messages import record
 
 KNOWN = [0.3, 0.3, 0.3]
@@ -18,10 +18,10 @@ def probe(rng: np.random.Generator, accept: float, batch: int, steps: int = 3, e
 
 def probes_until_sure(accept: float, batch: int, seed: int, limit: int) -> int:
     rng = np.random.default_rng(seed)
-    watch = Watch(3)
+    test = RecoveryTest(3)
     for number in range(1, limit + 1):
-        watch.learn(probe(rng, accept, batch), KNOWN, winning=0.7)
-        if watch.sure:
+        test.learn(probe(rng, accept, batch), KNOWN, winning=0.7)
+        if test.sure:
             return number
     return limit + 1
 
@@ -42,26 +42,26 @@ def test_acceptance_that_did_not_is_hardly_ever_taken_for_it(batch: int) -> None
 def test_most_probes_are_not_followed_when_nothing_has_changed() -> None:
     rng = np.random.default_rng(0)
     for batch, share in ((1, 0.1), (16, 0.02)):
-        watch = Watch(3)
+        test = RecoveryTest(3)
         following = 0
         for _ in range(5000):
-            watch.learn(probe(rng, 0.3, batch), KNOWN, winning=0.7)
-            following += watch.following
-            if watch.sure:
-                watch.clear()
+            test.learn(probe(rng, 0.3, batch), KNOWN, winning=0.7)
+            following += test.following
+            if test.sure:
+                test.clear()
         assert following / 5000 <= share
 
 
 def test_a_request_that_ended_is_no_rejection() -> None:
-    censored, rejected = Watch(3), Watch(3)
-    for watch, truncated in ((censored, [0]), (rejected, [])):
+    censored, rejected = RecoveryTest(3), RecoveryTest(3)
+    for test, truncated in ((censored, [0]), (rejected, [])):
         for _ in range(3):
-            watch.learn(record(accepted_drafts=[2], batch_size=1, draft_tokens=4, truncated=truncated), KNOWN, 0.7)
+            test.learn(record(accepted_drafts=[2], batch_size=1, draft_tokens=4, truncated=truncated), KNOWN, 0.7)
     assert censored.nats > rejected.nats
     assert (censored.trials, rejected.trials) == ([3, 3, 0], [3, 3, 3])
 
 
 def test_where_no_better_acceptance_is_asked_for_a_probe_says_nothing() -> None:
-    watch = Watch(3)
-    watch.learn(record(accepted_drafts=[3, 3], draft_tokens=4), [0.9, 0.9, 0.9], winning=0.7)
-    assert watch.nats == 0.0
+    test = RecoveryTest(3)
+    test.learn(record(accepted_drafts=[3, 3], draft_tokens=4), [0.9, 0.9, 0.9], winning=0.7)
+    assert test.nats == 0.0

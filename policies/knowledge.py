@@ -1,7 +1,7 @@
 """What a policy knows of one server, read out: the estimates that its choices rest on, and how sure they are.
 
     Knowledge ─ acceptance by position
-              └ Outlook, one a cell ─ Option, one a K: tokens / seconds = tokens per second
+              └ Outlook, one a cell ─ Candidate, one a K: tokens / seconds = tokens per second
 
 ``Policy.describe`` hands out what was computed to decide; intervals and sentences are made here, by whoever
 asks. Status, metrics and the web page all read this and nothing else.
@@ -49,7 +49,7 @@ class Estimate(msgspec.Struct, frozen=True):
         return cls(value, odds / (odds + stretch), odds * stretch / (odds * stretch + 1.0))
 
 
-class Option(msgspec.Struct, frozen=True):
+class Candidate(msgspec.Struct, frozen=True):
     """One K in one cell: ``tokens_per_second`` is ``batch_size * tokens / seconds``."""
 
     steps: int
@@ -101,11 +101,11 @@ class Outlook(msgspec.Struct, frozen=True):
         """Return the seconds of a step with the K of that index."""
         return Estimate.relative(self.seconds[arm], self.second_errors[arm])
 
-    def options(self) -> list[Option]:
+    def options(self) -> list[Candidate]:
         """Return what each K is expected to give."""
         best = self.tokens_per_second(self.steps.index(self.choice))
         return [
-            Option(
+            Candidate(
                 k,
                 self.tokens(arm),
                 self.step_seconds(arm),
@@ -144,7 +144,7 @@ with 1.00 in 10.0 ms; K=3 was not tried at this batch size yet, its time is pred
         return text + "."
 
 
-def _compared(chosen: Option, best: Option, rivals: Sequence[Option]) -> str:
+def _compared(chosen: Candidate, best: Candidate, rivals: Sequence[Candidate]) -> str:
     # Against no speculation where there is a choice: that is what speculating has to beat.
     rival = next((option for option in rivals if option.steps == 0), best)
     ratio = chosen.tokens_per_second / rival.tokens_per_second - 1.0
@@ -157,7 +157,7 @@ def _compared(chosen: Option, best: Option, rivals: Sequence[Option]) -> str:
     return f"{100 * abs(ratio):.0f} % {'more' if ratio > 0 else 'fewer'} tokens a second than {beside}{sure}"
 
 
-class Position(msgspec.Struct, frozen=True):
+class PositionAcceptance(msgspec.Struct, frozen=True):
     """Acceptance of the draft at one position."""
 
     acceptance: Estimate
@@ -178,7 +178,7 @@ class Knowledge(msgspec.Struct, frozen=True):
     """None: not decided yet."""
     recent: Mapping[tuple[int, int], int]
     """Newest steps, by cell and applied K."""
-    positions: tuple[Position, ...]
+    positions: tuple[PositionAcceptance, ...]
     """From the first draft on, all batch sizes and contexts together."""
     drafter_broken: bool
     explored_steps: int

@@ -1,6 +1,6 @@
 """The models that an evaluation leans on: one for each half of the trace, so that none judges its own data.
 
-    Steps ──► FoldSums (histograms of seconds, trials by position; mergeable) ──► StepModel, a table, a surface
+    LoggedSteps ──► FoldSums (histograms of seconds, trials by position; mergeable) ──► StepModel, a table, a surface
 
 Seconds are kept as histograms by K, size and context region, so that what is far from the middle of a
 cell is left out without a second pass, and memory does not depend on the trace's length. Where a K was
@@ -23,7 +23,7 @@ from specpilot.policies.models.acceptance import BANDS
 from specpilot.policies.models.acceptance_evidence import PRIOR_STRENGTH
 from specpilot.policies.models.cost import CostModel, fingerprint
 from specpilot.policies.models.cost_prior import StoredCell, StoredCosts, StoredSwitch, StoredSwitches
-from specpilot.policies.offpolicy.logged_steps import FloatArray, IntArray, Steps
+from specpilot.policies.offpolicy.logged_steps import FloatArray, IntArray, LoggedSteps
 from specpilot.policies.offpolicy.step_model import StepModel
 from specpilot.policies.places import CONTEXT_EDGES
 from specpilot.policies.rules.choice import KEEP, STAY
@@ -59,7 +59,7 @@ class FoldSums:
         self.trials = np.zeros((BANDS.cells, max(int(self.arms[-1]), 1)))
         self.passed = np.zeros_like(self.trials)
 
-    def add(self, steps: Steps, rows: IntArray, trials: FloatArray, passed: FloatArray) -> None:
+    def add(self, steps: LoggedSteps, rows: IntArray, trials: FloatArray, passed: FloatArray) -> None:
         """Take in ``rows`` of a chunk."""
         band = np.searchsorted(BANDS.batch_edges, steps.batch_size[rows]) * BANDS.shape[1]
         band += np.searchsorted(BANDS.context_edges, steps.mean_context[rows])

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from specpilot.controller.trace.checks import Chunk
 from specpilot.policies.models.cost import HOST_GAP, OVERLAP_GAP
-from specpilot.policies.offpolicy.logged_steps import BoolArray, FloatArray, IntArray, Steps
+from specpilot.policies.offpolicy.logged_steps import BoolArray, FloatArray, IntArray, LoggedSteps
 from specpilot.sglang_hooks.wire import MASKED, ForwardKind, Hello
 
 FOLD_STEPS = 2048
@@ -37,7 +37,7 @@ def size_of(batch_size: IntArray, captured: IntArray) -> IntArray:
 
 @dataclass
 class StepReader:
-    """Makes ``Steps`` of the chunks of one server, in order; remembers the row before."""
+    """Makes ``LoggedSteps`` of the chunks of one server, in order; remembers the row before."""
 
     hello: Hello
     unusable: int = 0
@@ -57,7 +57,7 @@ class StepReader:
         self.arms = np.array(sorted(self.hello.candidate_steps), np.int64)
         self._captured = np.array(sorted(self.hello.captured_batch_sizes), np.int64)
 
-    def steps(self, chunk: Chunk) -> tuple[Steps, FloatArray, FloatArray]:
+    def steps(self, chunk: Chunk) -> tuple[LoggedSteps, FloatArray, FloatArray]:
         """Return a chunk's steps; and trials and accepted drafts by position, (steps, largest K) each."""
         if chunk.hello.instance != self._instance:
             self._instance = chunk.hello.instance
@@ -80,7 +80,7 @@ class StepReader:
         timed = self._timed(chunk)
 
         live, informative, tokens, trials, passed = self._tokens(chunk, applied)
-        steps = Steps(
+        steps = LoggedSteps(
             batch_size=batch,
             size=size_of(batch, self._captured),
             mean_context=columns["context_tokens"] / np.maximum(batch, 1),

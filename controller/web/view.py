@@ -19,7 +19,7 @@ from specpilot.controller.serve.report import (
     range_names,
 )
 from specpilot.controller.serve.snapshot import ServerSnapshot, Snapshot
-from specpilot.policies.knowledge import Estimate, Knowledge, Option, Outlook
+from specpilot.policies.knowledge import Candidate, Estimate, Knowledge, Outlook
 from specpilot.sglang_hooks.wire import DecisionSource, DecisionTable
 
 SILENT_SECONDS = 3.0
@@ -332,7 +332,7 @@ def _either(steps: list[int]) -> str:
     return " or ".join(f"K={k}" for k in steps)
 
 
-def _k_view(outlook: Outlook, option: Option) -> KView:
+def _k_view(outlook: Outlook, option: Candidate) -> KView:
     gain = outlook.gain(option.steps)
     return KView(
         option.steps,

@@ -21,7 +21,7 @@ from statistics import NormalDist
 import numpy as np
 
 from specpilot.policies.interface import Grid
-from specpilot.policies.knowledge import Estimate, Position
+from specpilot.policies.knowledge import Estimate, PositionAcceptance
 from specpilot.policies.models.acceptance_change import CHANGED_SAMPLES, ChangeDetector
 from specpilot.policies.models.acceptance_evidence import PRIOR_STRENGTH, Evidence, Hazard
 from specpilot.policies.models.acceptance_length import FloatArray, lengths_and_covariance, lengths_and_intervals
@@ -206,10 +206,10 @@ class AcceptanceModel:
         """Return h_1..h_max_steps, shape (max_steps,), at a batch size and context tokens per request."""
         return np.array([mean for mean, _, _ in self._hazards(batch_size, mean_context)])
 
-    def positions(self) -> tuple[Position, ...]:
+    def positions(self) -> tuple[PositionAcceptance, ...]:
         """Return acceptance by position, of all batch sizes and contexts together."""
         rows = zip(self._pool.posterior(), self._pool.trials, strict=True)
-        return tuple(Position(Estimate.share(mean, variance), trials) for (mean, variance, _), trials in rows)
+        return tuple(PositionAcceptance(Estimate.share(mean, variance), trials) for (mean, variance, _), trials in rows)
 
     def expected_length(self, steps: int, batch_size: int, mean_context: float) -> float:
         """Return tokens per request and step at ``steps`` drafts, bonus token included."""

@@ -26,8 +26,16 @@ import numpy as np
 
 from specpilot.policies.models.applied import AppliedSteps
 from specpilot.policies.models.cost_backbone import Array, Backbone, Design, design_row, stack
-from specpilot.policies.models.cost_cell import CLIP, MEMORY, SETTLED, SLOPE_ERROR, SPREAD_CEILING, SPREAD_FLOOR, Cell
-from specpilot.policies.models.cost_drift import Common
+from specpilot.policies.models.cost_cell import (
+    CLIP,
+    MEMORY,
+    SETTLED,
+    SLOPE_ERROR,
+    SPREAD_CEILING,
+    SPREAD_FLOOR,
+    CostCell,
+)
+from specpilot.policies.models.cost_drift import CommonLevel
 from specpilot.policies.models.cost_prior import (
     LEAST_LEVEL,
     MOST_LEVEL,
@@ -140,11 +148,11 @@ class CostModel:
         self._decode_skip = hello.skip == "decode"
         self._sizes: dict[int, float] = {}
         self._designs: dict[tuple[float, tuple[int, ...]], Design] = {}
-        self._cells: dict[tuple[int, float], Cell] = {}
+        self._cells: dict[tuple[int, float], CostCell] = {}
         self._fitted: list[tuple[int, float]] = []
         self._stacked: Design = stack([])
         self._backbone = Backbone()
-        self._common = Common()
+        self._common = CommonLevel()
         self._since_fit = 0
         self._applied = AppliedSteps(hello.topk)
         self._previous: StepRecord | None = None
@@ -174,7 +182,7 @@ class CostModel:
             self._extras[switch_kind(before, steps)].learn(step.seconds - usual, usual)
             return True
         if cell is None:
-            cell = self._cells[key] = Cell()
+            cell = self._cells[key] = CostCell()
         self.steps_learned += 1
         self._usual = step.seconds
         self._since_fit += 1
@@ -259,7 +267,7 @@ class CostModel:
             bound = 1.0 / max(old.mean_context, 1.0)
             slope = min(max(old.context_time / max(old.context_variance, 1e-9), -bound), bound)
             context_n = min(old.context_n or n, MEMORY)
-            self._cells[key] = Cell(
+            self._cells[key] = CostCell(
                 n=n,
                 level=old.level,
                 mean_context=old.mean_context,

@@ -37,7 +37,7 @@ CURVE_ERROR = 0.15
 
 
 @dataclass(slots=True)
-class Cell:
+class CostCell:
     """exp(level) * (1 + slope * (context - mean_context)) seconds over the common level."""
 
     n: float = 0.0

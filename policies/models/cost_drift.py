@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from specpilot.policies.models.cost_cell import RETURNED, SETTLED, Cell
+from specpilot.policies.models.cost_cell import RETURNED, SETTLED, CostCell
 
 DRIFT_SHARE, JUMP_SHARE, STORED_SHARE = 0.95, 0.8, 0.5
 """Share of a settled cell's movement that all cells take part in: where it drifts, where it is found at
@@ -29,7 +29,7 @@ the variance is at least this share of the worst square."""
 
 
 @dataclass
-class Common:
+class CommonLevel:
     """The common level, and how far it may be trusted by cells that were not seen of late.
 
     ``now`` counts the records learned.
@@ -46,11 +46,11 @@ class Common:
     _prior_worst: float = 0.0
     _shared_at: int = 0
 
-    def doubt(self, cell: Cell) -> float:
+    def doubt(self, cell: CostCell) -> float:
         """Return the variance of what may have happened to the cell's level since its last record."""
         return self.moved_variance(cell) + (0.0 if cell.last else self.prior_variance)
 
-    def moved_variance(self, cell: Cell) -> float:
+    def moved_variance(self, cell: CostCell) -> float:
         """Return the same without what a stored prior may err by."""
         return (DOUBT * (self.level - cell.seen)) ** 2 + self.unrest - cell.unrest
 
@@ -59,19 +59,19 @@ class Common:
         """Standard deviation of what stored cells not seen yet err by beyond the error assumed at first."""
         return math.sqrt(max(self.prior_variance - PRIOR_DOUBT**2, 0.0))
 
-    def before(self, cell: Cell) -> None:
+    def before(self, cell: CostCell) -> None:
         """Make ``cell`` as uncertain as it is, before its next record is learned."""
         if cell.seen != self.level and self._shared_at > cell.held and cell.stored is None:
             cell.held, cell.corrects = self._shared_at, True
         cell.doubt(self.doubt(cell))
 
-    def touch(self, cell: Cell, now: int) -> None:
+    def touch(self, cell: CostCell, now: int) -> None:
         """Note that ``cell`` has just been seen."""
         cell.seen, cell.unrest, cell.last = self.level, self.unrest, now
         if cell.n >= RETURNED and not cell.run:
             cell.held, cell.corrects, cell.withheld = now, False, 0.0
 
-    def follow(self, cell: Cell, moved: float, found: bool, cells: Iterable[Cell], now: int) -> None:
+    def follow(self, cell: CostCell, moved: float, found: bool, cells: Iterable[CostCell], now: int) -> None:
         """Take part in how far a settled cell has ``moved``, or was ``found`` off; to be called before ``touch``.
 
         A cell that common movement was shared with takes back what was too much of it: cells that
@@ -108,7 +108,7 @@ class Common:
                 other.unrest += part * (unrest - (1.0 - part) * carried * carried)
                 other.withheld += part * carried
 
-    def judge_prior(self, cell: Cell, found: bool) -> None:
+    def judge_prior(self, cell: CostCell, found: bool) -> None:
         """Hold a stored cell against its own records, once there are some; the others may err as much."""
         if cell.stored is None or not (found or cell.n >= RETURNED):
             return

@@ -17,7 +17,7 @@ Count = Annotated[float, Meta(gt=0.0, le=1e9)]
 
 
 class StoredCell(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One K at one size; see ``specpilot.policies.models.cost_cell.Cell``."""
+    """One K at one size; see ``specpilot.policies.models.cost_cell.CostCell``."""
 
     steps: Steps
     size: Annotated[float, Meta(gt=0.0, le=1e6)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specpilot.policies.offpolicy.logged_steps import FloatArray, IntArray, Steps
+from specpilot.policies.offpolicy.logged_steps import FloatArray, IntArray, LoggedSteps
 from specpilot.policies.student import student_975
 
 REPLICATES = 256
@@ -57,7 +57,7 @@ class Blocks:
     """(blocks, 1 + replicates)."""
 
     @staticmethod
-    def of(steps: Steps, replicates: int = REPLICATES) -> Blocks:
+    def of(steps: LoggedSteps, replicates: int = REPLICATES) -> Blocks:
         """Return the blocks of ``steps``."""
         blocks, index = np.unique(steps.block, return_inverse=True)
         return Blocks(index, poisson_weights(blocks, replicates))

@@ -1,6 +1,6 @@
 """What another policy would have earned in the states that were logged: off-policy estimates of efficiency.
 
-    Steps ──► Follower: what pi runs ──► PolicySums.add, by stratum and bootstrap replicate ──► PolicySums.estimate
+    LoggedSteps ──► Follower: what pi runs ──► PolicySums.add, by stratum and replicate ──► PolicySums.estimate
 
 *Efficiency* is a ratio of sums: tokens of decoding over seconds of decoding, both of the target policy
 pi in the logged states. For step t with batch, context and so on x_t:
@@ -50,7 +50,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specpilot.policies.offpolicy.bootstrap import Blocks, interval
-from specpilot.policies.offpolicy.logged_steps import BoolArray, FloatArray, IntArray, Steps
+from specpilot.policies.offpolicy.logged_steps import BoolArray, FloatArray, IntArray, LoggedSteps
 from specpilot.policies.offpolicy.overlap import ABOVE, BELOW, LEAST_ANSWERED, SAME, Overlap
 from specpilot.policies.offpolicy.step_model import Predicted
 from specpilot.policies.offpolicy.switch_sums import KINDS, SwitchSums, switch_kind
@@ -65,7 +65,7 @@ WEIGHT, OUTCOME, RESIDUAL = range(3)
 
 
 @dataclass(frozen=True)
-class Estimate:
+class EfficiencyEstimate:
     """Efficiency of one policy by one estimator, tokens per second of decoding."""
 
     estimator: str
@@ -100,7 +100,9 @@ class PolicySums:
         """Of the target; what the log's own took is in the times of its steps."""
         self._last = -1
 
-    def add(self, steps: Steps, target: IntArray, predicted: Predicted, outlier: BoolArray, blocks: Blocks) -> None:
+    def add(
+        self, steps: LoggedSteps, target: IntArray, predicted: Predicted, outlier: BoolArray, blocks: Blocks
+    ) -> None:
         """Take a chunk in; ``target``: the arm that the policy runs in each step."""
         if not len(steps):
             return
@@ -184,7 +186,7 @@ class PolicySums:
         counts = np.bincount(code, minlength=self.overlap.strata.count * KINDS)
         self._switches += counts.reshape(self.overlap.strata.count, KINDS)
 
-    def estimate(self, estimator: str, switches: SwitchSums) -> Estimate | None:
+    def estimate(self, estimator: str, switches: SwitchSums) -> EfficiencyEstimate | None:
         """Return what the policy earns; None where too few steps are answered."""
         groups, _ = self.overlap.groups()
         answered = self.overlap.answered
@@ -220,7 +222,7 @@ class PolicySums:
         low, high = interval(value, freedom)
         gain_low, gain_high = interval(speedup, freedom)
         share = number / number.sum()
-        return Estimate(
+        return EfficiencyEstimate(
             estimator=estimator,
             estimate=float(value[0]),
             low=low,

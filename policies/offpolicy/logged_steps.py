@@ -13,7 +13,7 @@ BoolArray = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Steps:
+class LoggedSteps:
     """Logged decode steps in order, as columns of shape (steps,) unless said otherwise.
 
     K stands as an *arm*, its index among the server's candidates; -1 is none.
@@ -57,9 +57,9 @@ class Steps:
     def __len__(self) -> int:
         return len(self.arm)
 
-    def taken(self, rows: IntArray | BoolArray) -> Steps:
+    def taken(self, rows: IntArray | BoolArray) -> LoggedSteps:
         """Return ``rows`` of them."""
-        return Steps(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
+        return LoggedSteps(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
 
     @property
     def ordinary(self) -> BoolArray:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specpilot.policies.models.acceptance import BANDS
-from specpilot.policies.offpolicy.logged_steps import FloatArray, IntArray, Steps
+from specpilot.policies.offpolicy.logged_steps import FloatArray, IntArray, LoggedSteps
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class StepModel:
     seconds: FloatArray
     """(arms, sizes, contexts): of a settled step, linear in the context between."""
 
-    def step_lengths(self, steps: Steps) -> FloatArray:
+    def step_lengths(self, steps: LoggedSteps) -> FloatArray:
         """Return tokens per request at every K, (steps, largest K + 1)."""
         rows, columns = (
             np.searchsorted(edges, values)
@@ -58,7 +58,7 @@ class Predicted:
     """(steps, arms)."""
 
     @staticmethod
-    def of(steps: Steps, models: Sequence[StepModel]) -> Predicted:
+    def of(steps: LoggedSteps, models: Sequence[StepModel]) -> Predicted:
         """``models[f]`` judges the steps of fold f."""
         lengths = np.empty(steps.tokens.shape)
         arms = len(models[0].arms)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from specpilot.policies.offpolicy.bootstrap import REPLICATES, Blocks
-from specpilot.policies.offpolicy.logged_steps import BoolArray, FloatArray, IntArray, Steps
+from specpilot.policies.offpolicy.logged_steps import BoolArray, FloatArray, IntArray, LoggedSteps
 from specpilot.policies.offpolicy.step_model import Predicted
 
 OUTLIER = 8.0
@@ -33,7 +33,7 @@ class SwitchSums:
     def __post_init__(self) -> None:
         self.sums = np.zeros((1 + self.replicates, KINDS, 2))
 
-    def add(self, steps: Steps, predicted: Predicted, arms: IntArray, blocks: Blocks) -> BoolArray:
+    def add(self, steps: LoggedSteps, predicted: Predicted, arms: IntArray, blocks: Blocks) -> BoolArray:
         """Take a chunk in; return which of its times are outliers."""
         everywhere = np.arange(len(steps))
         own = predicted.seconds[everywhere, steps.arm]

@@ -26,7 +26,7 @@ from specpilot.controller.errors import ConfigError
 from specpilot.controller.fit.statistics import FOLDS, SAMPLE, Part, Sample, kind_steps
 from specpilot.policies.models.acceptance import BANDS, AcceptanceModel
 from specpilot.policies.models.acceptance_evidence import CHAIN_DECAY, FIRST_MEAN
-from specpilot.policies.models.cost import CostModel, switch_kind
+from specpilot.policies.models.cost import CostModel
 from specpilot.policies.models.cost_cell import CLIP, FIRST, MEMORY, SPREAD_FLOOR
 from specpilot.policies.models.cost_prior import (
     StoredCell,
@@ -36,6 +36,7 @@ from specpilot.policies.models.cost_prior import (
     fingerprint,
     read_prior,
 )
+from specpilot.policies.models.cost_switches import switch_kind
 from specpilot.sglang_hooks.wire import Hello
 
 Array = NDArray[np.float64]

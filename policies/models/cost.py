@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -27,7 +26,6 @@ import numpy as np
 from specpilot.policies.models.applied import AppliedSteps
 from specpilot.policies.models.cost_backbone import Array, Backbone, Design, design_row, stack
 from specpilot.policies.models.cost_cell import (
-    CLIP,
     MEMORY,
     SETTLED,
     SLOPE_ERROR,
@@ -39,14 +37,14 @@ from specpilot.policies.models.cost_drift import CommonLevel
 from specpilot.policies.models.cost_prior import (
     LEAST_LEVEL,
     MOST_LEVEL,
-    MOST_SECONDS,
+    PRIOR_WEIGHT,
     StoredCell,
     StoredCosts,
-    StoredSwitch,
     StoredSwitches,
     read_prior,
 )
 from specpilot.policies.models.cost_prior import fingerprint as fingerprint
+from specpilot.policies.models.cost_switches import SWITCH_KINDS, SwitchExtra, switch_kind
 from specpilot.sglang_hooks.wire import ForwardKind, Hello, StepRecord
 
 # -- which records tell a step's own time --
@@ -60,8 +58,6 @@ REFIT = 64
 """Records between fits, or as many as there are cells: a constant price per record. A quarter of all at first."""
 START_FITS = 16
 """Fits to a stored prior, one after the other: each begins from what the one before found, misfit included."""
-PRIOR_WEIGHT = 24.0
-"""Records that a cell of a stored prior counts as, at most."""
 UNKNOWN_SECONDS, UNKNOWN_ERROR = 0.02, 3.0
 """Answered with nothing learned at all: a step's usual order of magnitude, give or take a factor of 20."""
 
@@ -87,31 +83,6 @@ def _follows(step: StepRecord, previous: StepRecord | None) -> bool:
         and step.seconds > 0.0
         and step.launch_gap_seconds <= (OVERLAP_GAP if step.overlap else HOST_GAP) * step.seconds
     )
-
-
-@dataclass
-class _Extra:
-    """Running robust mean of what first steps after a switch take longer, in seconds; four zeros at first."""
-
-    n: float = 4.0
-    mean: float = 0.0
-    deviation: float = 0.0
-
-    def learn(self, extra: float, usual: float) -> None:
-        self.deviation = self.deviation or usual / 2.0
-        bound = CLIP * max(self.deviation, SPREAD_FLOOR * usual)
-        error = min(max(extra - self.mean, -bound), bound)
-        self.n = min(self.n + 1.0, MEMORY)
-        self.mean += error / self.n
-        self.deviation += (abs(error) - self.deviation) / self.n
-
-    def stored(self) -> StoredSwitch:
-        mean = min(max(self.mean, -MOST_SECONDS), MOST_SECONDS)
-        return StoredSwitch(self.n, mean, min(self.deviation, MOST_SECONDS))
-
-    @classmethod
-    def of(cls, stored: StoredSwitch) -> _Extra:
-        return cls(min(stored.n, PRIOR_WEIGHT), stored.mean, stored.deviation)
 
 
 class CostModel:
@@ -157,7 +128,7 @@ class CostModel:
         self._applied = AppliedSteps(hello.topk)
         self._previous: StepRecord | None = None
         self._previous_steps: int | None = None
-        self._extras = {kind: _Extra() for kind in ("up", "down", "other")}
+        self._extras = {kind: SwitchExtra() for kind in SWITCH_KINDS}
         self._usual = 0.0
         if prior is not None:
             stored, wrong = read_prior(prior, hello)
@@ -194,11 +165,11 @@ class CostModel:
                 self._refit()
             return True
         self._common.before(cell)
-        moved, found = cell.learn(log_seconds, step.context_tokens)
-        self._common.follow(cell, moved, found, self._cells.values(), self.steps_learned)
+        moved, jumped = cell.learn(log_seconds, step.context_tokens)
+        self._common.follow(cell, moved, jumped, self._cells.values(), self.steps_learned)
         self._common.touch(cell, self.steps_learned)
-        self._common.judge_prior(cell, found)
-        if found or self._since_fit >= max(min(REFIT, self.steps_learned // 4), len(self._fitted)):
+        self._common.judge_prior(cell, jumped)
+        if jumped or self._since_fit >= max(min(REFIT, self.steps_learned // 4), len(self._fitted)):
             self._refit()
         return True
 
@@ -236,9 +207,7 @@ class CostModel:
         if from_steps == to_steps:
             return 0.0, 0.0
         extra = self._extras[switch_kind(from_steps, to_steps)]
-        deviation = extra.deviation or self._usual / 2.0 or UNKNOWN_SECONDS * UNKNOWN_ERROR
-        # Mean absolute deviation of a Gaussian: sqrt(2/pi) standard deviations.
-        return extra.mean, deviation * math.sqrt(math.pi / 2.0 / extra.n)
+        return extra.mean, extra.error(self._usual / 2.0 or UNKNOWN_SECONDS * UNKNOWN_ERROR)
 
     def to_prior(self) -> dict[str, object]:
         """Return what was learned, fit for JSON."""
@@ -277,13 +246,13 @@ class CostModel:
                 variance=spread**2,
                 spread=spread,
                 records=SETTLED,
-                stored=old.level,
+                stored_level=old.level,
                 corrects=True,
-                returns=True,
+                uncertain=True,
             )
             self._fitted.append(key)
         for kind in self._extras:
-            self._extras[kind] = _Extra.of(getattr(stored.switches, kind))
+            self._extras[kind] = SwitchExtra.of(getattr(stored.switches, kind))
         if self._fitted:
             for _ in range(START_FITS):
                 self._refit()
@@ -348,10 +317,10 @@ class CostModel:
         if len(self._stacked[0]) != len(self._fitted):
             self._stacked = stack([self._design(*key) for key in self._fitted])
         cells = [self._cells[key] for key in self._fitted]
-        unseen = sorted({steps for (steps, _), cell in zip(self._fitted, cells, strict=True) if not cell.last})
+        unseen = sorted({steps for (steps, _), cell in zip(self._fitted, cells, strict=True) if not cell.last_record})
         shared, error = np.zeros((len(cells), len(unseen))), self._common.prior_excess
         for row, ((steps, _), cell) in enumerate(zip(self._fitted, cells, strict=True)):
-            if not cell.last:
+            if not cell.last_record:
                 shared[row, unseen.index(steps)] = error
         doubts = [self._common.moved_variance(cell) for cell in cells]
         level, context, n, context_n, square, time, spread = np.array(
@@ -364,8 +333,3 @@ class CostModel:
         for cell, slope in zip(cells, self._backbone.slopes(self._stacked, context).tolist(), strict=True):
             cell.prior_slope, cell.prior_weight = slope, (cell.spread / (SLOPE_ERROR * slope)) ** 2
             cell.set_slope()
-
-
-def switch_kind(from_steps: int, to_steps: int) -> str:
-    """Return by which of three kinds switches are priced: from K=0, to K=0, or between others."""
-    return "up" if from_steps == 0 else "down" if to_steps == 0 else "other"

@@ -41,46 +41,54 @@ class CostCell:
     """exp(level) * (1 + slope * (context - mean_context)) seconds over the common level."""
 
     n: float = 0.0
-    """Records the level counts as; 0 before the cell has a line."""
+    """Records that the level counts as; 0 before the cell has a line."""
     level: float = 0.0
+    """Log seconds over the common level, at the mean context."""
     mean_context: float = 0.0
+    """Mean context of the remembered records, in tokens of all requests."""
     context_n: float = 0.0
     """Records that the two sums below are of: a level in doubt counts as fewer, what shows the slope does not."""
     context_square: float = 0.0
-    """Sum over the remembered records of (context - mean)^2."""
+    """Sum over the remembered records of (context - mean)^2, in squared tokens."""
     context_time: float = 0.0
-    """The same of (context - mean) * relative time."""
+    """Sum over the remembered records of (context - mean) * relative time, in tokens."""
     slope: float = 0.0
+    """Relative rise of seconds per context token."""
     prior_slope: float = 0.0
-    """The backbone's, which counts as ``prior_weight`` of ``context_square``."""
+    """Slope of the backbone, which counts as ``prior_weight`` of ``context_square``."""
     prior_weight: float = math.inf
+    """Squared tokens that ``prior_slope`` counts as; infinite before the first fit of the backbone."""
     variance: float = FIRST_SPREAD**2
+    """Estimated variance of the relative noise of one record, without bounds."""
     spread: float = FIRST_SPREAD
-    fast: float = 0.0
+    """Standard deviation of the relative noise of one record, within SPREAD_FLOOR and SPREAD_CEILING."""
+    fast_error: float = 0.0
+    """Mean error of the last FAST records or so, in log seconds."""
     run: list[float] = field(default_factory=list)
-    returns: bool = False
-    """The level is so uncertain, or of a stored prior, that it is held against the next FIRST records, in ``run``."""
+    """Levels that the newest records would have, while they are far off to one side or while ``uncertain``."""
+    uncertain: bool = False
+    """The level may have moved far, or is of a stored prior: the next FIRST records, in ``run``, decide about it."""
     records: int = 0
     """Records ever learned."""
-    moved: float = 0.0
-    """How far the level drifted without the common one."""
-    seen: float = 0.0
-    """The common level at the last record."""
-    last: int = 0
-    """The model's count of records at the last one of this cell."""
-    held: int = 0
-    """The same when the level was last known to hold."""
+    drifted: float = 0.0
+    """How far the level has drifted since the last movement that was shared, in log seconds."""
+    common_seen: float = 0.0
+    """The common level at the cell's last record."""
+    last_record: int = 0
+    """Number, by the model's count, of the cell's last record; 0 before any."""
+    known_record: int = 0
+    """Number, by the model's count, of the last record at which the level was known to hold."""
     corrects: bool = False
-    """The level is as of ``held`` or older: by common movement, the last of it then, or by a stored prior."""
-    withheld: float = 0.0
-    """Common movement that was not, as this cell had been seen after it, perhaps."""
-    unrest: float = 0.0
-    """``Common.unrest`` then."""
-    stored: float | None = None
-    """Common and own level as the stored prior has them, until the cell's own records outweigh it."""
+    """The level is as of ``known_record`` or older, moved since only with the common level, or of a stored prior."""
+    unshared: float = 0.0
+    """Common movement that the level was not moved by, since the cell may have been seen after it, in log seconds."""
+    jump_variance: float = 0.0
+    """``CommonLevel.jump_variance`` at the cell's last record."""
+    stored_level: float | None = None
+    """Log seconds, common level included, in the stored prior; None once the cell's own records outweigh it."""
 
     def start(self, level: float, context: float) -> bool:
-        """Take one of the first records; True once the cell has a line."""
+        """Add one of the first records; return True once the cell has a line."""
         self.run.append(level)
         self.mean_context += (context - self.mean_context) / len(self.run)
         if len(self.run) < FIRST:
@@ -89,22 +97,22 @@ class CostCell:
         return True
 
     def doubt(self, variance: float) -> None:
-        """Count as fewer records: the level may have moved by ``variance`` while none came."""
+        """Let the level count as fewer records: it may have moved by ``variance``, in squared logs, while none came."""
         noises = variance / (self.spread * self.spread)
         self.n = 1.0 / (1.0 / self.n + noises)
-        self.returns |= noises * FIRST > 1.0
+        self.uncertain |= noises * FIRST > 1.0
 
     def learn(self, log_seconds: float, context: float) -> tuple[float, bool]:
         """Follow one record, ``log_seconds`` over the common level.
 
-        Return how far the level moved, and whether it was found elsewhere: by a run of records far
+        Return how far the level moved, and whether it jumped or was set again: by a run of records far
         off to one side, or by the first records after it had become uncertain.
         """
         self.records += 1
         off = context - self.mean_context
         line = max(self.slope * off, -0.95)
         surprise = log_seconds - self.level - math.log1p(line)
-        if self.returns:
+        if self.uncertain:
             self.run.append(self.level + surprise)
             return (self._return(), True) if len(self.run) >= FIRST else (0.0, False)
         bound = CLIP * math.hypot(self.spread, self._slope_error(off / (1.0 + line)))
@@ -130,8 +138,8 @@ class CostCell:
         if len(self.run) < 2:  # a run is a level that moved until the opposite is shown, not noise
             self.variance += (error * error - self.variance) / (n + 1.0)
             self.spread = min(max(math.sqrt(self.variance), SPREAD_FLOOR), SPREAD_CEILING)
-        self.fast += (error - self.fast) / FAST
-        if abs(self.fast) > ALARM * self.spread / math.sqrt(2.0 * FAST - 1.0):
+        self.fast_error += (error - self.fast_error) / FAST
+        if abs(self.fast_error) > ALARM * self.spread / math.sqrt(2.0 * FAST - 1.0):
             self.n = min(n, FAST)
         self.set_slope()
         return error / n, False
@@ -143,14 +151,14 @@ class CostCell:
 
     def _return(self) -> float:
         """Weigh the level known against the median of some records, which counts as 2/pi of them; or jump there."""
-        self.returns = False
+        self.uncertain = False
         bound = CLIP * self.spread
         if min(self.run) > self.level + bound or max(self.run) < self.level - bound:
             return self._jump()
         fresh = 2.0 / math.pi * len(self.run)
         moved = (median(self.run) - self.level) * fresh / (fresh + self.n)
         self.level += moved
-        self.n, self.run, self.fast = self.n + fresh, [], 0.0
+        self.n, self.run, self.fast_error = self.n + fresh, [], 0.0
         return moved
 
     def _jump(self) -> float:
@@ -163,7 +171,7 @@ class CostCell:
         # Twice what the run's median absolute deviation says: it is of few records.
         self.spread = min(max(3.0 * median([abs(each - level) for each in self.run]), SPREAD_FLOOR), SPREAD_CEILING)
         self.variance = self.spread**2
-        self.level, self.n, self.run, self.fast = level, n, [], 0.0
+        self.level, self.n, self.run, self.fast_error = level, n, [], 0.0
         return moved
 
     def set_slope(self) -> None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from specpilot.policies.models.cost_cell import RETURNED, SETTLED, CostCell
 
 DRIFT_SHARE, JUMP_SHARE, STORED_SHARE = 0.95, 0.8, 0.5
-"""Share of a settled cell's movement that all cells take part in: where it drifts, where it is found at
-another level than before, by a jump or on its return, and where it is not what the stored prior says."""
+"""Share of a settled cell's movement that all cells take part in: where it drifts, where it is at another
+level than before, by a jump or when it runs again, and where it is not what the stored prior says."""
 DEAD_ZONE = 3.0
 """Standard errors of a cell's level within which it moves alone: noise is not shared."""
 DOUBT = 0.3
@@ -30,17 +30,17 @@ the variance is at least this share of the worst square."""
 
 @dataclass
 class CommonLevel:
-    """The common level, and how far it may be trusted by cells that were not seen of late.
+    """The common level, and how far cells without recent records may trust it.
 
-    ``now`` counts the records learned.
+    ``now`` is the number of the record that is learned, by the model's count.
     """
 
     level: float = 0.0
-    """Of log seconds; 0 at the start."""
-    unrest: float = 0.0
-    """Variance that jumps have brought to cells untouched by them, summed up since the start."""
+    """Log seconds that all cells have moved by since the start."""
+    jump_variance: float = 0.0
+    """Variance that jumps have brought to cells without own records since, summed up from the start."""
     prior_variance: float = PRIOR_DOUBT**2
-    """Of stored cells that were not seen yet, re-estimated with each that was."""
+    """Variance of the error of stored cells that were not seen yet, estimated again with each that was."""
     _prior_cells: float = PRIOR_CELLS
     _prior_squares: float = PRIOR_CELLS * PRIOR_DOUBT**2
     _prior_worst: float = 0.0
@@ -48,11 +48,11 @@ class CommonLevel:
 
     def doubt(self, cell: CostCell) -> float:
         """Return the variance of what may have happened to the cell's level since its last record."""
-        return self.moved_variance(cell) + (0.0 if cell.last else self.prior_variance)
+        return self.moved_variance(cell) + (0.0 if cell.last_record else self.prior_variance)
 
     def moved_variance(self, cell: CostCell) -> float:
-        """Return the same without what a stored prior may err by."""
-        return (DOUBT * (self.level - cell.seen)) ** 2 + self.unrest - cell.unrest
+        """Return the variance of what may have happened to the level, without what a stored prior may err by."""
+        return (DOUBT * (self.level - cell.common_seen)) ** 2 + self.jump_variance - cell.jump_variance
 
     @property
     def prior_excess(self) -> float:
@@ -61,62 +61,62 @@ class CommonLevel:
 
     def before(self, cell: CostCell) -> None:
         """Make ``cell`` as uncertain as it is, before its next record is learned."""
-        if cell.seen != self.level and self._shared_at > cell.held and cell.stored is None:
-            cell.held, cell.corrects = self._shared_at, True
+        if cell.common_seen != self.level and self._shared_at > cell.known_record and cell.stored_level is None:
+            cell.known_record, cell.corrects = self._shared_at, True
         cell.doubt(self.doubt(cell))
 
     def touch(self, cell: CostCell, now: int) -> None:
         """Note that ``cell`` has just been seen."""
-        cell.seen, cell.unrest, cell.last = self.level, self.unrest, now
+        cell.common_seen, cell.jump_variance, cell.last_record = self.level, self.jump_variance, now
         if cell.n >= RETURNED and not cell.run:
-            cell.held, cell.corrects, cell.withheld = now, False, 0.0
+            cell.known_record, cell.corrects, cell.unshared = now, False, 0.0
 
-    def follow(self, cell: CostCell, moved: float, found: bool, cells: Iterable[CostCell], now: int) -> None:
-        """Take part in how far a settled cell has ``moved``, or was ``found`` off; to be called before ``touch``.
+    def follow(self, cell: CostCell, moved: float, jumped: bool, cells: Iterable[CostCell], now: int) -> None:
+        """Share how far a settled cell has ``moved``, by drift or because it ``jumped``; to be called before ``touch``.
 
         A cell that common movement was shared with takes back what was too much of it: cells that
         were seen since then know better, and keep their level. Otherwise the movement happened at
         some time since the cell was known to hold, and the later a cell was seen, the likelier
-        after it; a cell from which movement was withheld, and wrongly so, only catches up.
+        after it; a cell that movement was not shared with, though wrongly, only catches up.
         """
         if cell.records < SETTLED:
             return
-        late = min(max(moved, min(cell.withheld, 0.0)), max(cell.withheld, 0.0))
-        cell.withheld -= late
+        late = min(max(moved, min(cell.unshared, 0.0)), max(cell.unshared, 0.0))
+        cell.unshared -= late
         moved -= late
-        if found:
-            share = JUMP_SHARE if cell.stored is None else STORED_SHARE
-            carried, cell.moved = share * moved, 0.0
+        if jumped:
+            share = JUMP_SHARE if cell.stored_level is None else STORED_SHARE
+            carried, cell.drifted = share * moved, 0.0
         else:
-            cell.moved += moved
+            cell.drifted += moved
             # An exponential mean of n has 1 / 2n of the noise's variance. A quarter more, so that this is rare.
             dead = DEAD_ZONE * cell.spread / math.sqrt(2.0 * cell.n)
-            if abs(cell.moved) < 1.25 * dead:
+            if abs(cell.drifted) < 1.25 * dead:
                 return
-            rest = math.copysign(dead, cell.moved)
-            carried, cell.moved = DRIFT_SHARE * (cell.moved - rest), rest
-        unrest = (DOUBT * carried) ** 2 if found else 0.0
+            rest = math.copysign(dead, cell.drifted)
+            carried, cell.drifted = DRIFT_SHARE * (cell.drifted - rest), rest
+        jump_variance = (DOUBT * carried) ** 2 if jumped else 0.0
         self.level += carried
-        self.unrest += unrest
+        self.jump_variance += jump_variance
         self._shared_at = now
         cell.level -= carried
         for other in cells:
-            if other is not cell and other.last > cell.held:
-                part = 1.0 if cell.corrects else (other.last - cell.held) / (now - cell.held)
+            if other is not cell and other.last_record > cell.known_record:
+                part = 1.0 if cell.corrects else (other.last_record - cell.known_record) / (now - cell.known_record)
                 other.level -= part * carried
-                other.seen += part * carried
-                other.unrest += part * (unrest - (1.0 - part) * carried * carried)
-                other.withheld += part * carried
+                other.common_seen += part * carried
+                other.jump_variance += part * (jump_variance - (1.0 - part) * carried * carried)
+                other.unshared += part * carried
 
-    def judge_prior(self, cell: CostCell, found: bool) -> None:
-        """Hold a stored cell against its own records, once there are some; the others may err as much."""
-        if cell.stored is None or not (found or cell.n >= RETURNED):
+    def judge_prior(self, cell: CostCell, jumped: bool) -> None:
+        """Test a stored cell against its own records, once there are some; the other stored cells may err as much."""
+        if cell.stored_level is None or not (jumped or cell.n >= RETURNED):
             return
-        off = cell.level + self.level - cell.stored
+        off = cell.level + self.level - cell.stored_level
         noise = cell.spread**2 / cell.n
         square = max(off * off - noise, 0.0)
         self._prior_squares += square
         self._prior_cells += 1.0
         self._prior_worst = max(self._prior_worst, square)
         self.prior_variance = max(self._prior_squares / self._prior_cells, PRIOR_TAIL * self._prior_worst)
-        cell.stored = None
+        cell.stored_level = None

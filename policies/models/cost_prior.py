@@ -13,6 +13,8 @@ from specpilot.sglang_hooks.wire import Hello, Steps
 
 LEAST_LEVEL, MOST_LEVEL, MOST_SECONDS = -50.0, 25.0, 1e9
 """Log seconds that may be a step's, and seconds that a switch may add."""
+PRIOR_WEIGHT = 24.0
+"""Records that a cell of a stored prior counts as, at most, and switches that a kind of them does."""
 Count = Annotated[float, Meta(gt=0.0, le=1e9)]
 
 

@@ -53,7 +53,7 @@ from specpilot.policies.offpolicy.bootstrap import Blocks, interval
 from specpilot.policies.offpolicy.logged_steps import BoolArray, FloatArray, IntArray, LoggedSteps
 from specpilot.policies.offpolicy.overlap import ABOVE, BELOW, LEAST_ANSWERED, SAME, Overlap
 from specpilot.policies.offpolicy.step_model import Predicted
-from specpilot.policies.offpolicy.switch_sums import KINDS, SwitchSums, switch_kind
+from specpilot.policies.offpolicy.switch_sums import KINDS, SwitchSums, switch_kinds
 
 ESTIMATORS = ("snips", "doubly-robust")
 
@@ -182,7 +182,7 @@ class PolicySums:
 
     def _count_switches(self, stratum: IntArray, before: IntArray, after: IntArray) -> None:
         at = np.flatnonzero((before >= 0) & (before != after))
-        code = stratum[at] * KINDS + switch_kind(self._arms, before[at], after[at])
+        code = stratum[at] * KINDS + switch_kinds(self._arms, before[at], after[at])
         counts = np.bincount(code, minlength=self.overlap.strata.count * KINDS)
         self._switches += counts.reshape(self.overlap.strata.count, KINDS)
 

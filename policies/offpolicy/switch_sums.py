@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from specpilot.policies.models.cost_switches import SWITCH_KINDS
 from specpilot.policies.offpolicy.bootstrap import REPLICATES, Blocks
 from specpilot.policies.offpolicy.logged_steps import BoolArray, FloatArray, IntArray, LoggedSteps
 from specpilot.policies.offpolicy.step_model import Predicted
@@ -14,8 +15,8 @@ from specpilot.policies.offpolicy.step_model import Predicted
 OUTLIER = 8.0
 """Times what the model expects from which on a step's time is the host's affair, whatever the K."""
 
-KINDS = 3
-"""Of switches: from K=0, to K=0, between others."""
+KINDS = len(SWITCH_KINDS)
+"""Number of kinds of switches: from K=0, to K=0, between others."""
 
 
 @dataclass
@@ -40,13 +41,13 @@ class SwitchSums:
         outlier: BoolArray = np.logical_and(steps.timed, steps.seconds > OUTLIER * own)
         self.outliers += int(outlier.sum())
         first = np.flatnonzero(steps.timed & ~outlier & (steps.previous_arm >= 0) & (steps.previous_arm != steps.arm))
-        kind = switch_kind(arms, steps.previous_arm[first], steps.arm[first])
+        kind = switch_kinds(arms, steps.previous_arm[first], steps.arm[first])
         extra = steps.seconds[first] - own[first]
-        for one in range(KINDS):
-            of_kind = kind == one
+        for index in range(KINDS):
+            of_kind = kind == index
             weights = blocks.weights[blocks.index[first[of_kind]]]
-            self.sums[:, one, 0] += weights.sum(axis=0)
-            self.sums[:, one, 1] += extra[of_kind] @ weights
+            self.sums[:, index, 0] += weights.sum(axis=0)
+            self.sums[:, index, 1] += extra[of_kind] @ weights
         fine = np.flatnonzero(steps.settled & ~outlier & steps.informative & (steps.live > 0))
         expected = steps.live[fine] * predicted.lengths[fine, arms[steps.arm[fine]]] / own[fine]
         rate = steps.tokens[fine, arms[steps.arm[fine]]] / steps.seconds[fine] / expected
@@ -72,6 +73,9 @@ class SwitchSums:
         return float(math.sqrt(max(square / count - mean**2, 0.0)) / mean)
 
 
-def switch_kind(arms: IntArray, before: IntArray, after: IntArray) -> IntArray:
-    """Return 0 from K=0, 1 to K=0, 2 for others; all of shape (switches,)."""
+def switch_kinds(arms: IntArray, before: IntArray, after: IntArray) -> IntArray:
+    """Return the kind of each switch between two arms, as an index of SWITCH_KINDS; all of shape (switches,).
+
+    ``arms``: the candidate K, shape (arms,).
+    """
     return np.where(arms[before] == 0, 0, np.where(arms[after] == 0, 1, 2))

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Protocol
 
-from specpilot.policies.interface import Grid, Plan, Policy, PolicyError
+from specpilot.policies.interface import Grid, Plan, Policy, PolicyError, require_candidate
 from specpilot.sglang_hooks.settings import Settings
 from specpilot.sglang_hooks.table_policy import Launch, TablePolicy
 from specpilot.sglang_hooks.wire import DecisionSource, Hello
 
 DEFAULT_BATCH_TABLE = ((1, 5), (8, 3), (32, 1), (64, 0))
+"""Rows of ``BatchTable`` if none are given: (batch size from which on, K)."""
 
 
 class BatchTable(Policy):
@@ -67,15 +68,11 @@ class BatchTable(Policy):
     def decide(self, server: Hello, now: float) -> Plan:  # noqa: ARG002
         """Return the table; PolicyError if the server did not declare one of its K."""
         for start, steps in self._rows:
-            if steps not in server.candidate_steps:
-                raise PolicyError(
-                    f"K={steps} from batch size {start} on is not among the candidate steps "
-                    f"{server.candidate_steps} of {server.server_id}"
-                )
+            require_candidate(server, steps, f"K={steps} from batch size {start} on")
         edges = tuple(start - 1 for start, _ in self._rows[1:])
         choice = tuple(steps for _, steps in self._rows)
         reason = ", ".join(f"K={steps} from batch size {start} on" for start, steps in self._rows)
-        return Plan(Grid(edges), choice, (frozenset[int](),) * len(choice), reason)
+        return Plan.exact(Grid(edges), choice, reason)
 
 
 # -- knowing the truth --
@@ -86,9 +83,9 @@ class Truth:
     """What only a simulation can tell of a server."""
 
     seconds: Callable[[int, int, float], float]
-    """Of a decode step, by K, batch size and mean context."""
+    """Seconds of a decode step, by K, batch size and mean context (tokens per request)."""
     acceptance: Callable[[float], float]
-    """Of each draft given the ones before it, by time."""
+    """Probability that a draft is accepted given that those before it were, by time in seconds."""
 
     def goodput(self, steps: int, batch_size: int, mean_context: float, acceptance: float) -> float:
         """Return the expected tokens per second."""
@@ -135,7 +132,7 @@ class InformedGreedy(Policy):
             for mean_context in middles
         )
         reason = f"the truth: acceptance {acceptance:.3f}"
-        return Plan(Grid(tuple(captured), edges), choice, (frozenset[int](),) * len(choice), reason)
+        return Plan.exact(Grid(tuple(captured), edges), choice, reason)
 
 
 # -- SGLang's own --

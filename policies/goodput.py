@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from specpilot.policies.interface import Grid, Plan, Policy
+from specpilot.policies.interface import Alternatives, Grid, Plan, Policy
 from specpilot.policies.knowledge import Knowledge
 from specpilot.policies.models.acceptance import AcceptanceModel
 from specpilot.policies.models.applied import AppliedSteps
@@ -53,9 +53,6 @@ UNSETTLED_PERIOD = 16
 """Steps between urgent decisions while unsettled."""
 DOUBTED_STEPS = 16
 """First steps in which a server that skips, since a stored prior says so, is probed as often as after a hit."""
-
-Row = tuple[tuple[int, float], ...]
-"""Alternatives of one cell for a plan: (K, probability of a block)."""
 
 
 class Goodput(Policy):
@@ -137,7 +134,7 @@ class Goodput(Policy):
     # -- learning --
 
     def learn(self, step: StepRecord) -> None:
-        """Take one step into both models, and account for what exploring it has cost."""
+        """Learn from one step in both models, and account for what exploring it has cost."""
         if self._server is None or not step.batch_size:
             return
         mean_context = step.context_tokens / step.batch_size
@@ -264,10 +261,10 @@ class Goodput(Policy):
         """Seconds that switching between the two, there and back, costs beyond their steps."""
         return max(self.cost.switch_seconds(steps, choice)[0] + self.cost.switch_seconds(choice, steps)[0], 0.0)
 
-    def _explore(self, visits: Counter[int]) -> tuple[dict[int, Row], set[int]]:
+    def _explore(self, visits: Counter[int]) -> tuple[dict[int, Alternatives], set[int]]:
         """Return what each visited cell is to try, and the cells that only probe for acceptance."""
         rate = self._budget.affordable_rate(100)
-        explore: dict[int, Row] = {}
+        explore: dict[int, Alternatives] = {}
         probed: set[int] = set()
         for index in visits:
             cell = self._cells[index]
@@ -284,7 +281,7 @@ class Goodput(Policy):
                 explore[index] = tried
         return explore, probed
 
-    def _probe(self, index: int) -> Row:
+    def _probe(self, index: int) -> Alternatives:
         """Return, for a cell that skips, one K to try now and then, if any plausible acceptance could win with it."""
         cell = self._cells[index]
         batch, _ = self._places.of(index)
@@ -297,7 +294,7 @@ class Goodput(Policy):
             return ((self._arms[arm], FOLLOW_PROBABILITY),)
         return ((self._arms[arm], probe(losses(cell, 0, PROBE_STEPS)[arm])),)
 
-    def _add_floor(self, explore: dict[int, Row]) -> None:
+    def _add_floor(self, explore: dict[int, Alternatives]) -> None:
         """Let every cell draw each other K now and then, except where a hit is being followed."""
         for index, cell in enumerate(self._cells):
             if not cell.scores or (self._recovery.following and self._skips(cell)):

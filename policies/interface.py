@@ -1,7 +1,7 @@
 """What a policy is: it learns from step records and answers with a plan for every cell.
 
-A policy knows nothing of epochs, leases, exploration budgets or sockets; the controller wraps
-those around it. A plan is for one server and holds until the next.
+A policy knows nothing of epochs, leases or sockets; the controller wraps those around it. A plan
+is for one server and holds until the next.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ class Grid:
         return row * (len(self.context_edges) + 1) + bisect_left(self.context_edges, mean_context)
 
 
+Alternatives = tuple[tuple[int, float], ...]
+"""What one cell explores: pairs of steps (K) and the probability that a block draws them."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What to do in every cell; ``choice`` and ``keep`` have ``grid.cells`` entries."""
@@ -55,11 +59,18 @@ class Plan:
     keep: tuple[frozenset[int], ...]
     """Steps that may stay in force though ``choice`` differs, by cell."""
     reason: str = field(compare=False)
-    """One line for an operator: what this was decided from. Plans that differ in it alone are one."""
+    """One line for an operator: what this was decided from. Plans that differ only in it are equal."""
     min_dwell_steps: int = 0
-    explore: dict[int, tuple[tuple[int, float], ...]] = field(default_factory=dict)
-    """Alternatives (steps, probability) by cell."""
+    """Decode steps that a K stays in force at least once it was switched to."""
+    explore: dict[int, Alternatives] = field(default_factory=dict)
+    """Alternatives by cell; a cell without an entry explores nothing."""
     block_steps: int = 1
+    """Decode steps of one exploration block, which share a draw."""
+
+    @classmethod
+    def exact(cls, grid: Grid, choice: tuple[int, ...], reason: str) -> Plan:
+        """Return the plan that runs the ``choice`` of every cell: nothing else may stay in force."""
+        return cls(grid, choice, (frozenset(),) * len(choice), reason)
 
     def table(
         self, epoch: int, lease_seconds: float, policy: str, seed: int = 0, shadow: bool = False
@@ -87,13 +98,13 @@ class Policy(ABC):
     name: str
 
     note = ""
-    """What an operator should look at; empty if nothing."""
+    """What an operator should look at, in a sentence; empty if there is nothing."""
 
     urgent = False
-    """Learned something that should not wait for the next regular decision; ``decide`` clears it."""
+    """Whether something was learned that should not wait for the next regular decision; ``decide`` clears it."""
 
     def learn(self, step: StepRecord) -> None:  # noqa: B027 - what learns nothing is a policy too
-        """Take one step in, as it was applied. Called for every record, in order."""
+        """Learn from one step, as it was applied. Called for every record, in order."""
 
     @abstractmethod
     def decide(self, server: Hello, now: float) -> Plan:
@@ -115,4 +126,20 @@ class Policy(ABC):
 
 
 class PolicyError(ValueError):
-    """A policy that cannot work with a server; the text says why and what to change."""
+    """A policy cannot work with a server; the text says why and what to change."""
+
+
+def require_candidate(server: Hello, steps: int, wanted: str) -> None:
+    """Raise PolicyError unless K = ``steps`` is among the server's candidates; ``wanted`` says where it is asked for.
+
+    >>> from tests.support.messages import hello
+    >>> require_candidate(hello(candidate_steps=[0, 1]), 3, "policy.steps = 3")
+    Traceback (most recent call last):
+    specpilot.policies.interface.PolicyError: policy.steps = 3 is not among the candidate steps [0, 1] of node:30000: \
+choose one of them, or add it to the server's --speculative-adaptive-config
+    """
+    if steps not in server.candidate_steps:
+        raise PolicyError(
+            f"{wanted} is not among the candidate steps {server.candidate_steps} of {server.server_id}: "
+            "choose one of them, or add it to the server's --speculative-adaptive-config"
+        )

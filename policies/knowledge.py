@@ -38,8 +38,8 @@ class Estimate(msgspec.Struct, frozen=True):
     def share(cls, value: float, variance: float) -> Estimate:
         """Return an estimate between 0 and 1 by its variance; the interval is that of its log-odds.
 
-        >>> found = Estimate.share(0.5, 0.01)
-        >>> found.value, round(found.low, 3), round(found.high, 3)
+        >>> share = Estimate.share(0.5, 0.01)
+        >>> share.value, round(share.low, 3), round(share.high, 3)
         (0.5, 0.313, 0.687)
         """
         if not 0.0 < value < 1.0:
@@ -53,40 +53,50 @@ class Candidate(msgspec.Struct, frozen=True):
     """One K in one cell: ``tokens_per_second`` is ``batch_size * tokens / seconds``."""
 
     steps: int
+    """The candidate, K."""
     tokens: Estimate
-    """Per request and step, bonus token included."""
+    """Tokens per request and step, bonus token included."""
     seconds: Estimate
-    """Of a step."""
+    """Seconds of a step."""
     tokens_per_second: float
-    """Of the whole batch."""
+    """Expected tokens per second of the whole batch."""
     against_choice: Estimate
-    """Its tokens per second over those of the choice, minus 1: -0.1 is a tenth less."""
+    """Tokens per second over those of the choice, minus 1: -0.1 is a tenth less."""
     tried: bool
-    """Steps of this K ran at this batch size; else it is predicted from others."""
+    """Whether steps of this K ran at this batch size; else its seconds are predicted from others."""
     allowed: bool
-    """Within ``policy.time_per_output_token``."""
+    """Whether this K is within ``policy.time_per_output_token``."""
 
 
 class Outlook(msgspec.Struct, frozen=True):
     """One cell as it was last decided. Tuples are by K, in the order of ``Knowledge.steps``."""
 
     steps: tuple[int, ...]
+    """Candidates (K), ascending."""
     batch_size: int
+    """Requests that stand for the cell."""
     mean_context: float
     """Tokens per request that stand for the cell."""
     choice: int
+    """Steps (K) that are chosen."""
     keep: tuple[int, ...]
+    """Steps (K) that may stay in force though another is chosen."""
     lengths: tuple[float, ...]
+    """Tokens per request and step, bonus token included."""
     length_errors: tuple[float, ...]
-    """Relative standard errors."""
+    """Relative standard errors of ``lengths``."""
     seconds: tuple[float, ...]
+    """Seconds of a step."""
     second_errors: tuple[float, ...]
+    """Relative standard errors of ``seconds``."""
     choice_errors: tuple[float, ...]
-    """Relative standard errors of the ratio of tokens per second to the choice's."""
+    """Relative standard errors of the ratio of tokens per second to that of the choice."""
     none_errors: tuple[float, ...]
-    """The same to K=0's; empty where K=0 is no candidate."""
+    """Relative standard errors of the ratio of tokens per second to that of K=0; empty where K=0 is no candidate."""
     tried: tuple[bool, ...]
+    """Whether steps of this K ran at this batch size."""
     allowed: tuple[bool, ...]
+    """Whether this K is within ``policy.time_per_output_token``."""
 
     def tokens_per_second(self, arm: int) -> float:
         """Return the batch's tokens per second with the K of that index."""
@@ -94,8 +104,8 @@ class Outlook(msgspec.Struct, frozen=True):
 
     def tokens(self, arm: int) -> Estimate:
         """Return tokens per request and step: at least the bonus token, at most all drafts and it."""
-        found = Estimate.relative(self.lengths[arm], self.length_errors[arm])
-        return Estimate(found.value, max(found.low, 1.0), min(found.high, self.steps[arm] + 1.0))
+        tokens = Estimate.relative(self.lengths[arm], self.length_errors[arm])
+        return Estimate(tokens.value, max(tokens.low, 1.0), min(tokens.high, self.steps[arm] + 1.0))
 
     def step_seconds(self, arm: int) -> Estimate:
         """Return the seconds of a step with the K of that index."""
@@ -161,9 +171,9 @@ class PositionAcceptance(msgspec.Struct, frozen=True):
     """Acceptance of the draft at one position."""
 
     acceptance: Estimate
-    """Given that the drafts before it were accepted."""
+    """Probability that the draft is accepted, given that those before it were."""
     samples: float
-    """Effective number of drafts that this is known from; near 0: it leans on the positions before."""
+    """Effective number of drafts that the estimate is known from; near 0 it leans on the positions before."""
 
 
 class Knowledge(msgspec.Struct, frozen=True):
@@ -172,19 +182,21 @@ class Knowledge(msgspec.Struct, frozen=True):
     steps: tuple[int, ...]
     """Candidates (K), ascending."""
     batch_edges: tuple[int, ...]
+    """Edges of the cells in batch size (requests), as in ``Grid``."""
     context_edges: tuple[int, ...]
-    """Of the cells, as in ``Grid``."""
+    """Edges of the cells in mean context (tokens per request), as in ``Grid``."""
     cells: tuple[Outlook | None, ...]
-    """None: not decided yet."""
+    """What was decided, by cell; None where nothing was yet."""
     recent: Mapping[tuple[int, int], int]
-    """Newest steps, by cell and applied K."""
+    """Number of the newest steps by cell and applied K."""
     positions: tuple[PositionAcceptance, ...]
-    """From the first draft on, all batch sizes and contexts together."""
+    """Acceptance by position, from the first draft on, all batch sizes and contexts together."""
     drafter_broken: bool
+    """Whether hardly any first draft is accepted."""
     explored_steps: int
-    """That ran another K than the choice, to learn."""
+    """Steps that ran another K than the choice, to learn."""
     explored_seconds: float
-    """Time lost by them: beyond that in which the choice would have made as many tokens."""
+    """Seconds that these steps lost: those beyond the time in which the choice would have made as many tokens."""
 
     def visits(self) -> dict[int, int]:
         """Return how many of the newest steps were in each cell."""
@@ -207,22 +219,22 @@ class Knowledge(msgspec.Struct, frozen=True):
         seconds = low = value = high = 0.0
         for (cell, steps), count in self.recent.items():
             outlook = self.cells[cell]
-            found = outlook.gain(steps) if outlook is not None else None
-            if outlook is None or found is None:
+            gain = outlook.gain(steps) if outlook is not None else None
+            if outlook is None or gain is None:
                 continue
             spent = count * outlook.seconds[outlook.steps.index(steps)]
             seconds += spent
-            low, value, high = low + spent * found.low, value + spent * found.value, high + spent * found.high
+            low, value, high = low + spent * gain.low, value + spent * gain.value, high + spent * gain.high
         return Estimate(value / seconds, low / seconds, high / seconds) if seconds else None
 
 
 def _gain(ratio: float, error: float) -> Estimate:
-    found = Estimate.relative(ratio, error)
-    return Estimate(found.value - 1.0, found.low - 1.0, found.high - 1.0)
+    estimate = Estimate.relative(ratio, error)
+    return Estimate(estimate.value - 1.0, estimate.low - 1.0, estimate.high - 1.0)
 
 
 def describe_gain(gain: Estimate) -> str:
-    """Return it in words.
+    """Return a gain over no speculation in words.
 
     >>> describe_gain(Estimate(0.312, 0.281, 0.34)), describe_gain(Estimate(-0.05, -0.08, -0.01))
     ('speculation is gaining 31 % (28 … 34)', 'speculation is costing 5 % (1 … 8)')

@@ -5,7 +5,7 @@
     value of K = tokens per request and step at K / seconds at K, relative to that of the K in force
 
 The context is what a step record tells: batch size, context tokens, queue, steps since K last changed, how
-often drafts were accepted of late (by position, over two horizons), and how much the running requests have
+often drafts were recently accepted (by position, over two horizons), and how much the running requests have
 been given. The nets are fitted offline from traces (``controller/fit/neural.py``), the only place that
 needs torch: seconds by regression weighted with the inverse of the logged probability, acceptance by the
 likelihood of accepted and refused drafts, which any K tells of the smaller ones. Here they are only asked, a few
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specpilot.policies.interface import Plan, Policy, PolicyError
+from specpilot.policies.interface import Alternatives, Plan, Policy, PolicyError
 from specpilot.policies.models.acceptance_length import chain_lengths
 from specpilot.policies.models.applied import AppliedSteps
 from specpilot.policies.models.cost_prior import fingerprint
@@ -39,7 +39,7 @@ FloatArray = npt.NDArray[np.float64]
 HORIZONS = (64.0, 1024.0)
 """Samples after which half of what was accepted is forgotten: by the fast feature and by the slow one."""
 PRIOR_SAMPLES = 4.0
-"""Of acceptance 0.5, so that a position never tried has a log-odds."""
+"""Samples of acceptance 0.5 that every position begins with, so that one never tried has a log-odds."""
 URGENT_STEPS = 32
 """Text can change within a second: a decision is asked for after so many steps."""
 LEVEL_MEMORY = 0.05
@@ -63,7 +63,7 @@ class Context:
         self.positions = positions
         self.queued = 0.0
         self.generated = 0.0
-        """Tokens given to a running request so far, on average: a guess, records do not name requests."""
+        """Tokens that a running request was given so far, on average: a guess, records do not name requests."""
         self.since_switch = 0
         self.steps: int | None = None
         """K of the newest record."""
@@ -79,7 +79,7 @@ class Context:
         return steps
 
     def learn(self, step: StepRecord) -> None:
-        """Take one record in."""
+        """Learn from one record."""
         self.queued += LEVEL_MEMORY * (step.queued - self.queued)
         live = [accepted for accepted in step.accepted_drafts if accepted != MASKED]
         if live:
@@ -88,14 +88,14 @@ class Context:
             stays = 1.0 - len(step.truncated) / max(step.batch_size, 1)
             self.generated = (self.generated + given) * stays
         trials, passed = trials_of(step, self.positions)
-        for j, (tried, good) in enumerate(zip(trials, passed, strict=True)):
+        for j, (tried, accepted) in enumerate(zip(trials, passed, strict=True)):
             for row, horizon in enumerate(HORIZONS):
                 kept = 0.5 ** (tried / horizon)
                 self._trials[row, j] = self._trials[row, j] * kept + tried
-                self._passed[row, j] = self._passed[row, j] * kept + good
+                self._passed[row, j] = self._passed[row, j] * kept + accepted
 
     def accepted(self) -> FloatArray:
-        """Return acceptance of late by position, over the slow horizon, shape (positions,)."""
+        """Return recent acceptance by position, over the slow horizon, shape (positions,)."""
         odds = np.exp(self._log_odds()[-1])
         return np.asarray(odds / (1.0 + odds))
 
@@ -133,8 +133,9 @@ class Net:
     """Two hidden layers of tanh, and a linear way past them: x W + tanh(tanh(x A + a) B + b) C + c."""
 
     mean: FloatArray
+    """Mean of the features, shape (inputs,), by which they are standardised first."""
     scale: FloatArray
-    """Of the features, shape (inputs,): they are standardised first."""
+    """Standard deviation of the features, shape (inputs,)."""
     layers: tuple[FloatArray, ...]
     """A, a, B, b, C, c, W."""
 
@@ -165,9 +166,9 @@ class Model:
         return self.seconds(load)
 
     def hazards(self, text: FloatArray) -> FloatArray:
-        """Return acceptance by position, shape (n, positions): the net corrects the log-odds of late."""
-        of_late = text[:, TEXT_FEATURES + self.positions : TEXT_FEATURES + 2 * self.positions]
-        log_odds = of_late + self.text(text)
+        """Return acceptance by position, shape (n, positions): the net corrects the recent log-odds."""
+        recent = text[:, TEXT_FEATURES + self.positions : TEXT_FEATURES + 2 * self.positions]
+        log_odds = recent + self.text(text)
         return np.asarray(1.0 / (1.0 + np.exp(-np.clip(log_odds, -12.0, 12.0))))
 
     def lengths(self, text: FloatArray) -> FloatArray:
@@ -176,7 +177,7 @@ class Model:
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return everything as arrays, for a file; ``Model.of`` takes them back."""
-        found: dict[str, npt.NDArray[Any]] = {
+        arrays: dict[str, npt.NDArray[Any]] = {
             "version": np.array(1),
             "steps": np.array(self.steps, np.int64),
             "positions": np.array(self.positions),
@@ -184,8 +185,8 @@ class Model:
         }
         for name, net in (("seconds", self.seconds), ("text", self.text)):
             for part, array in zip(("mean", "scale", *LAYERS), (net.mean, net.scale, *net.layers), strict=True):
-                found[f"{name}.{part}"] = np.asarray(array, np.float32)
-        return found
+                arrays[f"{name}.{part}"] = np.asarray(array, np.float32)
+        return arrays
 
     @staticmethod
     def of(arrays: dict[str, npt.NDArray[Any]]) -> Model:
@@ -217,11 +218,11 @@ class Model:
         }
         for name, (net, inputs, outputs) in shapes.items():
             hidden = net.layers[1].shape[-1] if net.layers[1].ndim else 0
-            found = [net.mean.shape, net.scale.shape, *(layer.shape for layer in net.layers)]
+            shapes_found = [net.mean.shape, net.scale.shape, *(layer.shape for layer in net.layers)]
             wanted = [(inputs,), (inputs,), (inputs, hidden), (hidden,), (hidden, hidden), (hidden,),
                       (hidden, outputs), (outputs,), (inputs, outputs)]  # fmt: skip
-            if found != wanted:
-                raise ValueError(f"the layers of its net of {name} have shapes {found}, not {wanted}")
+            if shapes_found != wanted:
+                raise ValueError(f"the layers of its net of {name} have shapes {shapes_found}, not {wanted}")
             if (
                 not all(np.isfinite(part).all() for part in (net.mean, net.scale, *net.layers))
                 or not (net.scale > 0.0).all()
@@ -320,16 +321,16 @@ class Neural(Policy):
             block_steps=PROBE_STEPS,
         )
 
-    def _probes(self, relative: FloatArray, seconds: FloatArray) -> dict[int, tuple[tuple[int, float], ...]]:
+    def _probes(self, relative: FloatArray, seconds: FloatArray) -> dict[int, Alternatives]:
         """Where nothing is drafted nothing is seen of the text: the best other K, now and then."""
-        found: dict[int, tuple[tuple[int, float], ...]] = {}
+        probes: dict[int, Alternatives] = {}
         if self._arms[0] != 0:
-            return found
+            return probes
         for cell in np.flatnonzero(self._choice == 0).tolist():
             arm = int(relative[cell, 1:].argmax()) + 1
             loss = max(1.0 - relative[cell, arm], 0.0) * seconds[cell, arm] / seconds[cell, 0]
-            found[cell] = ((self._arms[arm], probe(loss)),)
-        return found
+            probes[cell] = ((self._arms[arm], probe(loss)),)
+        return probes
 
     def _reason(self, relative: FloatArray) -> str:
         """One line on the newest step's cell."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specpilot.policies.interface import Grid, Plan, Policy, PolicyError
+from specpilot.policies.interface import Grid, Plan, Policy, require_candidate
 from specpilot.sglang_hooks.wire import Hello
 
 
@@ -16,9 +16,6 @@ class Static(Policy):
 
     def decide(self, server: Hello, now: float) -> Plan:  # noqa: ARG002
         """Return ``steps`` for every batch; PolicyError if the server did not declare it."""
-        if self._steps not in server.candidate_steps:
-            raise PolicyError(
-                f"policy.steps = {self._steps} is not among the candidate steps {server.candidate_steps} of "
-                f"{server.server_id}: choose one of them, or add it to the server's --speculative-adaptive-config"
-            )
-        return Plan(Grid(), (self._steps,), (frozenset(),), f"policy.steps = {self._steps}")
+        setting = f"policy.steps = {self._steps}"
+        require_candidate(server, self._steps, setting)
+        return Plan.exact(Grid(), (self._steps,), setting)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from specpilot.policies.interface import Grid, Plan, Policy, PolicyError
+from specpilot.policies.interface import Grid, Plan, Policy, PolicyError, require_candidate
 from specpilot.sglang_hooks.wire import Hello
 
 
 def default_band(threshold: int) -> int:
-    """Return a quarter of the threshold, at least one request where that leaves room to come on again.
+    """Return a quarter of the threshold, at least one request where speculation can still come on again.
 
     >>> [default_band(threshold) for threshold in (0, 1, 2, 5, 64)]
     [0, 0, 1, 1, 16]
@@ -50,14 +50,10 @@ class Threshold(Policy):
                 f"{server.server_id} cannot skip: its candidate steps are {candidates}; "
                 "add 0 to the server's --speculative-adaptive-config"
             )
-        if steps not in candidates:
-            raise PolicyError(
-                f"policy.steps = {steps} is not among the candidate steps {candidates} of {server.server_id}: "
-                "choose one of them, or add it to the server's --speculative-adaptive-config"
-            )
+        require_candidate(server, steps, f"policy.steps = {steps}")
         on, off = self._threshold - self._band, self._threshold + self._band
         reason = f"K={steps} up to {self._threshold} running requests, K=0 above; kept within {on + 1}..{off}"
         if self._band == 0:
-            return Plan(Grid((self._threshold,)), (steps, 0), (frozenset(), frozenset()), reason)
+            return Plan.exact(Grid((self._threshold,)), (steps, 0), reason)
         keep = (frozenset[int](), frozenset({0}), frozenset({steps}), frozenset[int]())
         return Plan(Grid((max(on, 0), self._threshold, off)), (steps, steps, 0, 0), keep, reason)

@@ -106,7 +106,7 @@ class AcceptanceModel:
         if max_steps < 1:
             raise ValueError(f"max_steps = {max_steps} must be at least 1")
         self.changes = 0
-        """Changes found so far, by whichever test."""
+        """Changes so far, by whichever test."""
         self.change_seq = -1
         """``record_seq`` of the record that showed the last change; -1 before any."""
         self._max_steps = max_steps
@@ -116,7 +116,7 @@ class AcceptanceModel:
         self._pool = Evidence.none(max_steps)
         self._bands = [Band(max_steps) for _ in range(BANDS.cells)]
         self._stored: Evidence | None = None
-        """The prior that the model began with, until that is found wrong or outvoted."""
+        """The prior that the model began with, until that turns out wrong or is outvoted."""
         self._since_start = Evidence.none(max_steps)
         """What was seen since the start, as long as there is such a prior."""
 

@@ -12,7 +12,7 @@ from specpilot.policies.models.acceptance_evidence import Evidence
 DETECTORS = ((1.0, 40.0), (2.0, 30.0))
 """(tilt, nats): log-odds by which a detector's alternatives lie above and below the hazards known, and its alarm.
 
-Tilt 1 is 0.8 to 0.6 or 0.92, tilt 2 is 0.9 to 0.55: a collapse is found nearly twice as fast by it.
+Tilt 1 is 0.8 to 0.6 or 0.92, tilt 2 is 0.9 to 0.55: it detects a collapse nearly twice as fast.
 Independent samples give one false alarm in e^A of them (Lorden 1971), so A = 10 for 20,000 samples.
 Three times that, since a request's samples are alike: a single odd request at batch 8 is no change,
 nor at batch 1 unless it is odd for long. Four times where the alternative is near: more requests

@@ -52,12 +52,13 @@ from specpilot.sglang_hooks.wire import ForwardKind, Hello, StepRecord
 OVERLAP_GAP = 0.02
 """Launch gap, as a share of the step, above which the host was seen to wait though it overlaps."""
 HOST_GAP = 0.5
-"""The same without overlap, where every step has a gap, which is part of what it costs."""
+"""Launch gap, as a share of the step, that counts as a wait without overlap: there every step has a gap, which is
+part of what it costs."""
 
 REFIT = 64
 """Records between fits, or as many as there are cells: a constant price per record. A quarter of all at first."""
 START_FITS = 16
-"""Fits to a stored prior, one after the other: each begins from what the one before found, misfit included."""
+"""Fits to a stored prior, one after the other: each begins from the result of the one before, misfit included."""
 UNKNOWN_SECONDS, UNKNOWN_ERROR = 0.02, 3.0
 """Answered with nothing learned at all: a step's usual order of magnitude, give or take a factor of 20."""
 
@@ -112,7 +113,7 @@ class CostModel:
         self.steps_learned = 0
         """Records that went into a cell."""
         self.note = ""
-        """What became of the prior; for an operator."""
+        """What became of the prior, in a sentence for an operator."""
         self._fingerprint = fingerprint(hello)
         self._captured = sorted(hello.captured_batch_sizes)
         self._candidates = tuple(sorted(hello.candidate_steps))
@@ -138,7 +139,7 @@ class CostModel:
                 self._take_prior(stored)
 
     def learn(self, step: StepRecord) -> bool:
-        """Take one record in, in order, as it was applied; True if its time was used."""
+        """Learn from one record, in order, as it was applied; return whether its time was used."""
         previous, self._previous = self._previous, step
         before, steps = self._previous_steps, self._applied.of(step)
         self._previous_steps = steps
@@ -191,7 +192,7 @@ class CostModel:
     def predict_together(self, batch_size: int, mean_context: float) -> tuple[Array, Array]:
         """Return seconds of all candidate steps, ascending, and the covariance of their logs.
 
-        What two K have in common, such as how much dearer a batch size is that was never tried, is
+        What two K have in common, such as how much more expensive a batch size is that was never tried, is
         in both their errors but not in that of their ratio, which is the one that decides between
         them: its square is C[i, i] + C[j, j] - 2 C[i, j].
         """
@@ -309,7 +310,7 @@ class CostModel:
     def _refit(self) -> None:
         """Fit the backbone to all cells, and tell them its slopes.
 
-        A stored prior is fitted as it is until cells are found off by more than was assumed. Where it is
+        A stored prior is fitted as it is until cells turn out to be off by more than was assumed. Where it is
         wrong about a K, it is so at every size: what those of its cells that were not seen yet err by
         beyond that is theirs in common.
         """

@@ -27,7 +27,7 @@ FAST, ALARM = 16.0, 5.0
 RETURNED = 16.0
 """Records that a cell counts as, from which on its level is known again."""
 SETTLED = 64
-"""Records of a cell after which its movement is drift, not a level being found."""
+"""Records of a cell after which its movement is drift; before, its level is still being learned."""
 SLOPE_ERROR = 0.6
 """Relative error of the backbone's context slope in a cell that shows none of its own."""
 SLOPE_DOUBT = 0.1

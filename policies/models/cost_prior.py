@@ -27,12 +27,12 @@ class StoredCell(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     level: Annotated[float, Meta(ge=LEAST_LEVEL, le=MOST_LEVEL)]
     """Log seconds, the common level included."""
     mean_context: Annotated[float, Meta(ge=0.0, le=1e14)]
-    """Tokens of all requests."""
+    """Mean context of the records, in tokens of all requests."""
     context_variance: Annotated[float, Meta(ge=0.0, le=1e32)]
     context_time: Annotated[float, Meta(ge=-1e16, le=1e16)]
     """Covariance of context and relative time."""
     variance: Annotated[float, Meta(ge=0.0, le=100.0)]
-    """Of the relative noise of one record."""
+    """Variance of the relative noise of one record."""
     context_n: Count | None = None
     """Records that the two moments are of; version 1 did not tell, and counted them as ``n``."""
 

@@ -21,8 +21,8 @@ def bounded(
     ``only`` has none of the server's candidates.
 
     >>> plan = Plan(Grid((4,)), (5, 3), (frozenset({0}), frozenset()), "why", explore={0: ((3, 0.1), (1, 0.1))})
-    >>> found = bounded(plan, [0, 1, 3, 5], (), [(3, 3), (64, 0)])
-    >>> found.grid.batch_edges, found.choice, found.explore
+    >>> within = bounded(plan, [0, 1, 3, 5], (), [(3, 3), (64, 0)])
+    >>> within.grid.batch_edges, within.choice, within.explore
     ((2, 4, 63), (5, 3, 3, 0), {0: ((3, 0.1), (1, 0.1))})
     """
     if not only and not max_steps_by_batch:
@@ -45,7 +45,7 @@ def bounded(
             wanted = plan.choice[cell]
             choice.append(max((k for k in within if k <= wanted), default=within[0]))
             keep.append(plan.keep[cell].intersection(within))
-            drawn = tuple(one for one in plan.explore.get(cell, ()) if one[0] in within)
+            drawn = tuple((k, probability) for k, probability in plan.explore.get(cell, ()) if k in within)
             if drawn and choice[-1] == wanted:
                 explore[len(choice) - 1] = drawn
     grid = Grid(tuple(edges), old.context_edges)

@@ -15,6 +15,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specpilot.policies.interface import Alternatives
+
 BLOCK_STEPS = 4
 """A block's first step carries the switch and teaches no cost; the other three do."""
 
@@ -27,20 +29,20 @@ PROBE_PERIOD = 90
 WORTH_TRYING, WORTH_TRYING_NEW = 0.002, 0.0002
 """Expected improvement, as a share of the choice's goodput, below which an arm is left alone.
 
-The latter while there is credit of a start or a change: what is found then is of use for long.
+The latter while there is credit of a start or a change: what is learned then is of use for long.
 """
 
-MOST = 0.5
-"""Of a cell's blocks go to alternatives at most, even cold."""
+MOST_EXPLORED = 0.5
+"""Share of a cell's blocks that go to alternatives at most, also on a cold start."""
 
 LEAST_LOSS = 0.35
-"""What a tried step counts at least, in steps: also an arm that loses nothing costs a switch and unrest."""
+"""What a tried step counts at least, in steps: also an arm that loses nothing costs switches to it and back."""
 
 FLOOR_SHARE = 0.5
-"""Of what may be lost to exploration in the long run, for a floor: the rest is for learning."""
+"""Share of what may be lost to exploration in the long run that a floor may lose: the rest is for learning."""
 
 MOST_ERROR = 3.0
-"""Of the log of a ratio: a factor of 20 either way is as good as unknown."""
+"""Largest error of the log of a ratio that counts: a factor of 20 either way is as good as unknown."""
 
 LEAK_STEPS = 500.0
 """Steps in which credit beyond what may be saved falls to a third."""
@@ -62,8 +64,11 @@ class Budget:
     """
 
     rate: float = 0.004
+    """Steps' worth earned with every decode step."""
     initial: float = 40.0
+    """Steps' worth at the start."""
     saved: float = 2.0
+    """Steps' worth that are kept however long they are not spent."""
 
     def __post_init__(self) -> None:
         self.credit = self.initial
@@ -102,18 +107,18 @@ def expected_improvement(scores: Sequence[float], errors: Sequence[float], best:
     >>> [round(x, 3) for x in expected_improvement([100.0, 99.0, 50.0, 30.0], [0.0, 0.02, 0.02, 0.8], 0)]
     [0.0, 0.004, 0.0, 0.033]
     """
-    found = []
+    improvements = []
     for arm, score in enumerate(scores):
         if arm == best or score <= 0.0:
-            found.append(0.0)
+            improvements.append(0.0)
             continue
         middle, error = math.log(score / scores[best]), errors[arm]
         if error <= 0.0:
-            found.append(max(score / scores[best] - 1.0, 0.0))
+            improvements.append(max(score / scores[best] - 1.0, 0.0))
             continue
         mean = score / scores[best] * math.exp(min(error, MOST_ERROR) ** 2 / 2.0)
-        found.append(max(mean * _below(middle / error + error) - _below(middle / error), 0.0))
-    return found
+        improvements.append(max(mean * _below(middle / error + error) - _below(middle / error), 0.0))
+    return improvements
 
 
 def _below(z: float) -> float:
@@ -129,7 +134,7 @@ def alternatives(
     losses: Sequence[float],
     rate: float,
     worth: float = WORTH_TRYING,
-) -> tuple[tuple[int, float], ...]:
+) -> Alternatives:
     """Return (K, probability) of the arms worth trying, losing at most ``rate`` of the time.
 
     ``arms`` are the K, ``best`` the index of the choice, ``losses`` what a step of each loses against
@@ -139,19 +144,19 @@ def alternatives(
     improvement = expected_improvement(scores, errors, best)
     worthy = [arm for arm, gain in enumerate(improvement) if gain > worth]
     total = sum(improvement[arm] for arm in worthy)
-    found = []
+    tried = []
     for arm in worthy:
         loss = max(losses[arm], LEAST_LOSS)
-        probability = _rounded_down(min(rate * improvement[arm] / total / loss, MOST / len(worthy)))
+        probability = _rounded_down(min(rate * improvement[arm] / total / loss, MOST_EXPLORED / len(worthy)))
         if probability > 1e-4:
-            found.append((arms[arm], probability))
-    return tuple(found)
+            tried.append((arms[arm], probability))
+    return tuple(tried)
 
 
 def probe(loss: float) -> float:
     """Probability of a probing block of PROBE_STEPS, so that one comes every PROBE_PERIOD forward passes.
 
-    ``loss`` is what a probed step loses when nothing has changed, in steps; a dear probe comes more
+    ``loss`` is what a probed step loses when nothing has changed, in steps; an expensive probe comes more
     rarely, so that at most 0.4 % of the time is lost, and 0.1 % is left for what follows hits.
 
     >>> probe(0.1), probe(0.5)
@@ -161,34 +166,34 @@ def probe(loss: float) -> float:
 
 
 def floored(
-    tried: Sequence[tuple[int, float]],
+    tried: Alternatives,
     arms: Sequence[int],
     best: int,
     losses: Sequence[float],
     allowed: Sequence[bool],
     floor: float,
     rate: float,
-) -> tuple[tuple[int, float], ...]:
+) -> Alternatives:
     """Return ``tried`` with at least ``floor`` for every other K that is ``allowed``, as far as that loses little.
 
     What can be told from a log of a policy that never ran is told by what was drawn (``overlap.py``),
     so a floor buys answers, not better decisions. It loses at most FLOOR_SHARE of ``rate``, evenly over the K:
-    one that loses much is drawn more rarely. Together they stay below MOST, so that
+    one that loses much is drawn more rarely. Together they stay below MOST_EXPLORED, so that
     the table's own K is the rule.
 
     >>> floored(((3, 0.02),), [0, 1, 3], best=1, losses=[0.5, 0.0, 0.01], allowed=[True] * 3, floor=0.01, rate=0.004)
     ((3, 0.02), (0, 0.00169))
     """
-    found = dict(tried)
+    drawn = dict(tried)
     others = [arm for arm, within in enumerate(allowed) if within and arm != best]
-    room = max(MOST - 0.01 - sum(found.values()), 0.0)
+    room = max(MOST_EXPLORED - 0.01 - sum(drawn.values()), 0.0)
     for arm in others:
         bearable = FLOOR_SHARE * rate / len(others) / max(losses[arm], 1e-9)
         probability = _rounded_down(min(floor, bearable))
-        added = min(probability - found.get(arms[arm], 0.0), room / len(others))
+        added = min(probability - drawn.get(arms[arm], 0.0), room / len(others))
         if added > 1e-4:
-            found[arms[arm]] = found.get(arms[arm], 0.0) + added
-    return tuple(found.items())
+            drawn[arms[arm]] = drawn.get(arms[arm], 0.0) + added
+    return tuple(drawn.items())
 
 
 def _rounded_down(probability: float) -> float:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 FIRST_SPELL = 1000.0
 """Steps that a choice is taken to last before any has ended."""
-RECENT = 8.0
-"""Spells that the mean remembers."""
-MOST = 0.1
-"""Share of goodput that keeping may cost at most, whatever the price is said to be."""
+RECENT_SPELLS = 8.0
+"""Spells that the mean length remembers."""
+MOST_LOST = 0.1
+"""Share of goodput that not switching may cost at most, whatever the price of a switch is estimated at."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Spells:
             ended = self._choice
             n = self._count[ended] = self._count.get(ended, 0) + 1
             mean = self._mean.get(ended, 0.0)
-            self._mean[ended] = mean + (self._length - mean) / min(n, RECENT)
+            self._mean[ended] = mean + (self._length - mean) / min(n, RECENT_SPELLS)
         self._choice, self._length = choice, 1
 
     def expected(self, choice: int) -> float:
@@ -53,11 +53,11 @@ class Spells:
 
 
 def may_lose(price_seconds: float, step_seconds: float, spell_steps: float) -> float:
-    """Return the share of goodput that may be lost by not switching, for a spell.
+    """Return the share of goodput that may be lost by not switching, for a spell of ``spell_steps`` steps.
 
-    ``price_seconds``: of switching there and back.
+    ``price_seconds``: seconds that switching there and back costs. ``step_seconds``: seconds of a step.
 
     >>> may_lose(0.010, 0.010, 50.0)
     0.02
     """
-    return min(max(price_seconds, 0.0) / (step_seconds * max(spell_steps, 1.0)), MOST)
+    return min(max(price_seconds, 0.0) / (step_seconds * max(spell_steps, 1.0)), MOST_LOST)

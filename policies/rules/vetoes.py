@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from specpilot.sglang_hooks.wire import StepRecord
 
 MEMORY_SECONDS = 5.0
+"""Seconds that a veto for want of KV cache holds."""
 RETRACTION_SECONDS = 10.0
+"""Seconds that a veto after a retraction holds."""
 RESERVED_STEPS = 2
 """SGLang keeps room for two steps of a request under overlap: the one in flight and the next."""
 
@@ -32,7 +34,7 @@ class Veto:
 
 
 class Vetoes:
-    """Those in force for one server.
+    """The vetoes that are in force for one server.
 
     >>> vetoes = Vetoes()
     >>> vetoes.place("operator", 1, 10.0, "maintenance")
@@ -44,11 +46,11 @@ class Vetoes:
         self._placed: dict[str, Veto] = {}
 
     def place(self, name: str, max_steps: int, until: float, reason: str) -> None:
-        """Put a veto in force, instead of any other of that name; ``until`` may be infinite."""
+        """Put a veto in force, in place of any other of that name; ``until`` (seconds) may be infinite."""
         self._placed[name] = Veto(max_steps, until, reason)
 
     def lift(self, name: str) -> None:
-        """Take the veto of that name, if there is one, out of force."""
+        """Lift the veto of that name, if there is one."""
         self._placed.pop(name, None)
 
     def max_steps(self, now: float) -> int | None:
@@ -58,7 +60,7 @@ class Vetoes:
         return min((veto.max_steps for veto in self._placed.values()), default=None)
 
     def reasons(self, now: float) -> list[str]:
-        """Return one line for each in force."""
+        """Return one line for each veto in force."""
         return [
             f"at most K={veto.max_steps}"
             + (f" for {veto.until - now:.0f} s" if veto.until < float("inf") else "")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specpilot.policies.rules.exploration import (
     FLOOR_SHARE,
     LEAST_LOSS,
-    MOST,
+    MOST_EXPLORED,
     Budget,
     alternatives,
     expected_improvement,
@@ -116,7 +116,7 @@ def test_a_floor_draws_every_k_and_loses_little(arms: list[tuple[float, bool, fl
     assert 0 not in found
     assert all(allowed[k] for k in found)
     assert all(found[k] >= p for k, p in before.items())
-    assert sum(found.values()) < MOST + max(sum(before.values()) - MOST, 0.0) + 1e-9
+    assert sum(found.values()) < MOST_EXPLORED + max(sum(before.values()) - MOST_EXPLORED, 0.0) + 1e-9
     added = {k: p - before.get(k, 0.0) for k, p in found.items()}
     assert sum(p * losses[k] for k, p in added.items()) <= FLOOR_SHARE * 0.004 + 1e-9
     for k in steps[1:]:

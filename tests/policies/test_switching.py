@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specpilot.policies.rules.switching import FIRST_SPELL, MOST, Spells, may_lose
+from specpilot.policies.rules.switching import FIRST_SPELL, MOST_LOST, Spells, may_lose
 
 
 def test_spells_follow_the_newest_and_the_one_going_on() -> None:
@@ -29,4 +29,4 @@ def test_keeping_is_worth_the_switches_and_no_more() -> None:
     assert may_lose(0.0, 0.01, 50.0) == 0.0
     assert may_lose(-1.0, 0.01, 50.0) == 0.0
     assert may_lose(0.01, 0.01, 20.0) == pytest.approx(0.05)
-    assert may_lose(10.0, 0.01, 20.0) == MOST
+    assert may_lose(10.0, 0.01, 20.0) == MOST_LOST

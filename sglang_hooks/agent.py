@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,7 +65,17 @@ class ServerFacts:
 class Agent:
     """The policy, the recorder and, on rank 0, the link of one scheduler process."""
 
-    def __init__(self, settings: Settings, policy: TablePolicy) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        policy: TablePolicy,
+        make_link: Callable[..., Link] = Link,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``make_link`` is called on rank 0 with what ``Link`` takes.
+
+        ``wall_clock`` returns seconds since the Unix epoch: the time that records carry.
+        """
         self.settings = settings
         self.policy = policy
         self.recorder: Recorder | None = None
@@ -74,7 +85,9 @@ class Agent:
         self._instance = uuid.uuid4().hex
         self._settings_hash = settings.decision_hash()
         self._source: UpdateSource | None = None
+        self._make_link = make_link
         self._link: Link | None = None
+        self._wall_clock = wall_clock
         self._queue = RecordQueue(settings.queue_records)
         self.failures = 0
         self.skips_as_verify = 0
@@ -95,11 +108,17 @@ class Agent:
         self._all_gather = all_gather
         if facts.rank == 0:
             self.recorder = Recorder(
-                self.policy, self._queue, facts.captured_batch_sizes, facts.overlap, load, facts.tree_tokens
+                self.policy,
+                self._queue,
+                facts.captured_batch_sizes,
+                facts.overlap,
+                load,
+                facts.tree_tokens,
+                self._wall_clock,
             )
             mailbox = Mailbox()
             self._source = UpdateSource(self.settings, self.policy, mailbox, facts.tp_size)
-            self._link = Link(
+            self._link = self._make_link(
                 self.settings.endpoint,
                 self.settings.key_files,
                 self.hello,

@@ -43,10 +43,12 @@ class Recorder:
         overlap: bool,
         load: Callable[[], tuple[int, int, int]],
         tree_tokens: int = 0,
+        wall_clock: Callable[[], float] = time,
     ) -> None:
         """``load`` gives running and queued requests, and KV tokens used.
 
         ``tree_tokens``: what a tree verifies per request, whatever its K; 0 for a chain.
+        ``wall_clock``: seconds since the Unix epoch; records carry the policy's clock moved onto it.
         """
         self._policy = policy
         self._queue = queue
@@ -68,7 +70,7 @@ class Recorder:
         # The decode step completed last.
         self._previous_step = 0
         self._previous_at = 0.0
-        self._clock_offset = time() - policy.clock()
+        self._clock_offset = wall_clock() - policy.clock()
 
     def launched(self, batch: Any, decode: bool) -> None:
         """After a forward was launched: keep a decode's facts until its result comes."""

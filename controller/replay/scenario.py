@@ -39,10 +39,8 @@ from specpilot.controller.simulation.workload import (
 )
 from specpilot.policies.baselines import SGLangAdaptive, Truth, sglang_params
 from specpilot.policies.interface import Plan, Policy, PolicyError
-from specpilot.sglang_hooks.agent import Agent, ServerFacts
-from specpilot.sglang_hooks.broadcast import AllGather, UpdateSource
-from specpilot.sglang_hooks.link import Delivery, Mailbox, RecordQueue
-from specpilot.sglang_hooks.recorder import Recorder
+from specpilot.sglang_hooks.agent import Agent
+from specpilot.sglang_hooks.link import Delivery, Link, Mailbox, RecordQueue
 from specpilot.sglang_hooks.settings import Settings
 from specpilot.sglang_hooks.table_policy import CompiledTable, TableError, TablePolicy
 
@@ -59,32 +57,38 @@ SATURATION_SECONDS = 120.0
 # -- hooks and controller in one process --
 
 
+class InProcessLink(Link):
+    """A link without a socket and a thread: who drives the agent takes the records and fills the mailbox."""
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """Where the next receiving pass takes a table from."""
+        return self._mailbox
+
+    def start(self) -> None:
+        """Start nothing."""
+
+    def stop(self, timeout: float = 0.0) -> None:
+        """Nothing runs that could be ended."""
+
+
 class InProcessAgent(Agent):
-    """An Agent without a link: whoever drives it takes the records and fills the mailbox."""
+    """An agent in virtual time whose records and mailbox are at hand instead of behind a socket."""
 
     def __init__(self, settings: Settings, policy: TablePolicy) -> None:
-        super().__init__(settings, policy)
-        self.mailbox = Mailbox()
+        # Records carry the simulation's time, or no run would repeat itself.
+        super().__init__(settings, policy, make_link=InProcessLink, wall_clock=policy.clock)
 
     @property
     def records(self) -> RecordQueue:
         """What was recorded and not taken yet."""
         return self._queue
 
-    def start(
-        self,
-        facts: ServerFacts,
-        load: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
-        all_gather: AllGather = lambda value: [value],
-    ) -> None:
-        """Begin to record."""
-        self._facts = facts
-        self._all_gather = all_gather
-        self.recorder = Recorder(self.policy, self._queue, facts.captured_batch_sizes, facts.overlap, load)
-        # Records carry the simulation's time, or no run would repeat itself.
-        self.recorder._clock_offset = 0.0
-        self._source = UpdateSource(self.settings, self.policy, self.mailbox, facts.tp_size)
-        self.ready = True
+    @property
+    def mailbox(self) -> Mailbox:
+        """Where tables for this server are delivered; there is one after ``start``."""
+        assert isinstance(self._link, InProcessLink)
+        return self._link.mailbox
 
 
 class InProcessController:

@@ -38,6 +38,7 @@ from specpilot.controller.simulation.workload import (
     read_arrivals,
 )
 from specpilot.policies.interface import Grid, Plan, Policy
+from specpilot.sglang_hooks.agent import ServerFacts
 from specpilot.sglang_hooks.settings import Settings
 from specpilot.sglang_hooks.table_policy import TablePolicy
 from specpilot.sglang_hooks.wire import Hello, StepRecord
@@ -210,6 +211,21 @@ def test_limits_are_kept(max_running_requests: int, kv_tokens: int) -> None:
     assert used <= kv_tokens
     assert running == max_running_requests or used > 0.5 * kv_tokens
     assert max(record.queued for record in records) > 10
+
+
+def test_an_in_process_agent_starts_as_any_other() -> None:
+    """Also for a tree, whose verify has as many tokens whatever K is."""
+    clock = VirtualClock()
+    clock.sleep(5.0)
+    agent = InProcessAgent(Settings(), TablePolicy(Settings(), (1, 3), 3, clock.now))
+    agent.start(ServerFacts("tree", topk=4, tree_tokens=8))
+    assert agent.recorder is not None
+    assert (agent.recorder._width(1), agent.recorder._width(3)) == (8, 8)
+    assert agent.recorder._clock_offset == 0.0
+    assert agent.ready
+    assert agent.state().counters["tables_received"] == 0
+    assert agent.hello().epoch == 0
+    agent.stop()
 
 
 def test_a_request_that_never_fits_is_an_error() -> None:

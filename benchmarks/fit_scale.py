@@ -29,7 +29,7 @@ import pyarrow as pa
 
 from specpilot.controller.config import TraceConfig
 from specpilot.controller.replay.scenario import GENERATED_REQUESTS, Scenario, serve
-from specpilot.controller.simulation.surface import load_surface
+from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.controller.simulation.workload import generated_requests
 from specpilot.controller.trace.reader import Segment, segments
 from specpilot.controller.trace.writer import BATCH_RECORDS, SCHEMA, TraceWriter

@@ -38,7 +38,7 @@ from specpilot.controller.fit.models import fit
 from specpilot.controller.replay.command import run_all, workers
 from specpilot.controller.replay.judge import Judged
 from specpilot.controller.replay.scenario import GENERATED_REQUESTS, Scenario, serve
-from specpilot.controller.simulation.surface import load_surface
+from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.controller.simulation.workload import Phase, acceptance_path, generated_requests
 from specpilot.controller.trace.checks import Findings, survey
 from specpilot.policies.baselines import Truth

@@ -24,11 +24,11 @@ STEPS = 20_000
 
 
 def traced() -> None:
-    from specpilot.controller.bench import Server, _controller, _until
+    from specpilot.controller.bench import HookDriver, running_controller, step_until
 
-    with tempfile.TemporaryDirectory() as folder, _controller(Path(folder)) as (endpoint, process):
-        server = Server(endpoint, "strace:1")
-        _until(lambda: server.agent.state().epoch > 0, server, "no table came")
+    with tempfile.TemporaryDirectory() as folder, running_controller(Path(folder)) as (endpoint, process):
+        server = HookDriver(endpoint, "strace:1")
+        step_until(lambda: server.agent.state().epoch > 0, server, "no table came")
         server.batch_of(64)
         for stopped in (False, True):
             if stopped:

@@ -19,7 +19,7 @@ import numpy as np
 from neural_vs_goodput import LOADS, scenario
 
 from specpilot.controller.replay.scenario import serve
-from specpilot.controller.simulation.surface import load_surface
+from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.policies.goodput import Goodput
 from specpilot.policies.interface import Grid, Plan, Policy
 from specpilot.policies.models.cost import CostModel

@@ -18,7 +18,8 @@ import numpy as np
 from specpilot.controller.config import ControllerConfig
 from specpilot.controller.replay.judge import Judged
 from specpilot.controller.replay.scenario import GENERATED_REQUESTS, Scenario, at_rate, saturation, serve
-from specpilot.controller.simulation.surface import NamedSurface, acceptance_length, load_surface
+from specpilot.controller.simulation.named_surfaces import NamedSurface, load_surface
+from specpilot.controller.simulation.surface import acceptance_length
 from specpilot.controller.simulation.workload import Arrival, Phase, generated_requests, read_arrivals
 from specpilot.policies.baselines import Truth
 from specpilot.policies.goodput import Goodput

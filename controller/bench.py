@@ -31,7 +31,7 @@ import zmq
 from rich.console import Console
 from rich.table import Table
 
-from specpilot.controller.simulation.server import Batch, Mode, Result
+from specpilot.controller.simulation.batch import ForwardMode, SimBatch, SimResult
 from specpilot.controller.simulation.surface import H200_8B
 from specpilot.sglang_hooks import plugin
 from specpilot.sglang_hooks.agent import Agent, ServerFacts
@@ -47,7 +47,7 @@ FEED_STEPS_PER_SECOND = 2000
 FEED_SECONDS = 10.0
 
 
-class Req:
+class BenchRequest:
     """A request that never ends, as costly to look at as SGLang's.
 
     That one has some 120 attributes: too many for CPython's fast layout, so reading one is a
@@ -65,11 +65,11 @@ class Req:
 
     @property
     def seqlen(self) -> int:
-        """As in SGLang."""
+        """Tokens of prompt and output, as in SGLang."""
         return len(self.origin_input_ids) + len(self.output_ids)
 
 
-class Server:
+class HookDriver:
     """The hooks of one scheduler process, driven step by step."""
 
     def __init__(self, endpoint: str, server_id: str) -> None:
@@ -81,18 +81,18 @@ class Server:
         )
         plugin._installed.agent = self.agent
         self._forward_iter = 0
-        self._in_flight: tuple[Batch, Result] | None = None
-        self._reqs: list[Req] = []
+        self._in_flight: tuple[SimBatch, SimResult] | None = None
+        self._reqs: list[BenchRequest] = []
 
     def batch_of(self, size: int) -> None:
         """Run ``size`` requests from now on, 300 to 1300 tokens long, that never end."""
         self._in_flight = None
-        self._reqs = [Req(300 + 1000 * i // size) for i in range(size)]
+        self._reqs = [BenchRequest(300 + 1000 * i // size) for i in range(size)]
 
     def step(self) -> float:
         """Run one pass of the loop and return the seconds that hooks and lookups took in it."""
         self._forward_iter += 1
-        batch = Batch(self._reqs, Mode.DECODE, self._forward_iter, time.monotonic())  # type: ignore[arg-type]
+        batch = SimBatch(self._reqs, ForwardMode.DECODE, self._forward_iter, time.monotonic())  # type: ignore[arg-type]
         received: list[Any] = []
         begun = time.perf_counter()
         plugin._after_pull_raw_reqs(received, None)
@@ -108,7 +108,7 @@ class Server:
             plugin._around_decode_result(_verify, None, settled, result)
             spent += time.perf_counter() - begun
         accepted = [min(1, steps)] * len(self._reqs)
-        result = Result(0.0, accepted, steps + 1, can_run_cuda_graph=True, num_correct_drafts_per_req_cpu=accepted)
+        result = SimResult(0.0, accepted, steps + 1, can_run_cuda_graph=True, num_correct_drafts_per_req_cpu=accepted)
         self._in_flight = batch.copy(), result
         return spent
 
@@ -123,12 +123,12 @@ def wait_for_gpu() -> None:
     hashlib.blake2b(_WAIT).digest()
 
 
-def _ask_for_steps(worker: None, batch: Batch) -> int:  # noqa: ARG001
+def _ask_for_steps(worker: None, batch: SimBatch) -> int:  # noqa: ARG001
     """What SGLang does of interest inside ``forward_batch_generation``."""
     return plugin._agent().policy.get_steps_for_batch(len(batch.reqs))
 
 
-def _verify(processor: None, batch: Batch, result: Result) -> None:  # noqa: ARG001
+def _verify(processor: None, batch: SimBatch, result: SimResult) -> None:  # noqa: ARG001
     """What SGLang does of interest inside ``process_batch_result_decode``."""
     plugin._agent().policy.on_verify_complete(result.accepted, len(batch.reqs))
 
@@ -141,11 +141,11 @@ def bench_hook(json_path: Path | None, steps: int, memory_steps: int, console: C
         console.print("[red]specpilot bench needs psutil: pip install 'specpilot\\[bench]'[/]")
         return 1
     figures: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="specpilot-bench-") as folder, _controller(Path(folder)) as running:
+    with tempfile.TemporaryDirectory(prefix="specpilot-bench-") as folder, running_controller(Path(folder)) as running:
         endpoint, process = running
-        server = Server(endpoint, "bench:1")
+        server = HookDriver(endpoint, "bench:1")
         try:
-            _until(lambda: server.agent.state().epoch > 0, server, "the controller sent no table")
+            step_until(lambda: server.agent.state().epoch > 0, server, "the controller sent no table")
             for stopped in (False, True):
                 if stopped:
                     process.send_signal(signal.SIGSTOP)
@@ -185,8 +185,8 @@ def _print(figures: dict[str, Any], console: Console) -> None:
 
 
 @contextmanager
-def _controller(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Run a real controller, trace included, and give its endpoint."""
+def running_controller(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Run a real controller, trace included, and give its endpoint and its process."""
     endpoint = f"ipc://{folder}/controller.ipc"
     config = folder / "controller.toml"
     config.write_text(
@@ -213,7 +213,8 @@ def _controller(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
         process.wait(10)
 
 
-def _until(done: Callable[[], object], server: Server, failure: str) -> None:
+def step_until(done: Callable[[], object], server: HookDriver, failure: str) -> None:
+    """Run steps of one request until ``done``; RuntimeError with ``failure`` after 20 seconds."""
     server.batch_of(1)
     deadline = time.monotonic() + 20
     while not done():
@@ -223,7 +224,7 @@ def _until(done: Callable[[], object], server: Server, failure: str) -> None:
         time.sleep(0.01)
 
 
-def _hook_cost(server: Server, batch_size: int, steps: int) -> tuple[float, float]:
+def _hook_cost(server: HookDriver, batch_size: int, steps: int) -> tuple[float, float]:
     """Median and 99th percentile of the microseconds added per step."""
     server.batch_of(batch_size)
     spent = []
@@ -245,7 +246,7 @@ def _table_latency(folder: Path) -> tuple[float, float]:
     context = multiprocessing.get_context("spawn")
     sender = context.Process(target=_send_tables, args=(endpoint, theirs), daemon=True)
     sender.start()
-    server = Server(endpoint, "bench:latency")
+    server = HookDriver(endpoint, "bench:latency")
     server.batch_of(64)
     arrived: dict[int, float] = {}
     assert server.agent._source is not None
@@ -284,7 +285,7 @@ def _send_tables(endpoint: str, report: Connection) -> None:
         report.send(sent)
 
 
-def _records(server: Server, count: int) -> list[StepRecord]:
+def _records(server: HookDriver, count: int) -> list[StepRecord]:
     """Real records of ``count`` steps at batch 64, taken from the queue before the link drains it."""
     server.batch_of(64)
     made: list[StepRecord] = []
@@ -298,7 +299,7 @@ def _records(server: Server, count: int) -> list[StepRecord]:
 
 def _core_share(endpoint: str, controller: Any) -> float:
     """Share of one core that the controller uses while a server sends FEED_STEPS_PER_SECOND records."""
-    server = Server(endpoint, "bench:feed")
+    server = HookDriver(endpoint, "bench:feed")
     sample = _records(server, 512)
     burst = FEED_STEPS_PER_SECOND // 100
     sequence = len(sample)
@@ -319,7 +320,7 @@ def _core_share(endpoint: str, controller: Any) -> float:
 
 def _memory(endpoint: str, controller: Any, steps: int) -> dict[str, float]:
     """Resident memory of the controller after a tenth of ``steps`` and after all, as fast as it takes them."""
-    server = Server(endpoint, "bench:memory")
+    server = HookDriver(endpoint, "bench:memory")
     sample = _records(server, 512)
     queue = server.agent._queue
     begun = time.monotonic()

@@ -37,7 +37,7 @@ from specpilot.controller.client.status import StatusError, fetch_status
 from specpilot.controller.demo.summary import DemoError, Run, print_summary
 from specpilot.controller.demo.view import REFRESH_SECONDS, View
 from specpilot.controller.processes import end, terminable
-from specpilot.controller.simulation.server import Summary
+from specpilot.controller.simulation.totals import SimSummary
 from specpilot.controller.simulation.workload import Clients
 from specpilot.controller.trace.reader import Segment, segments
 from specpilot.controller.trace.writer import records
@@ -217,7 +217,7 @@ class _Processes:
         tail = Tail(self._trace)
         view = View(self._seconds, self._endpoint, tail.steps)
         _watch(view, tail, self._controller, server, console)
-        summary = msgspec.json.decode(out.read_bytes(), type=Summary)
+        summary = msgspec.json.decode(out.read_bytes(), type=SimSummary)
         _await_trace(tail, summary.steps, self._controller)
         phases = Clients(self._seconds, random.Random(SEED)).workload.phases  # noqa: S311
         return Run(self._seconds, summary, tail.steps, phases, self._learned(), view.policy)

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specpilot.controller.simulation.server import MAX_RUNNING_REQUESTS, Summary
+from specpilot.controller.simulation.server import MAX_RUNNING_REQUESTS
+from specpilot.controller.simulation.totals import SimSummary
 from specpilot.controller.simulation.workload import Phase
 from specpilot.controller.web.view import KView, ServerView
 from specpilot.sglang_hooks.wire import MASKED, StepRecord
@@ -86,7 +87,7 @@ class Run:
     """A finished run: the server's totals, the steps as the trace holds them, and what the page knows at the end."""
 
     seconds: float
-    summary: Summary
+    summary: SimSummary
     steps: list[StepRecord]
     phases: tuple[Phase, ...]
     page: ServerView

@@ -17,7 +17,8 @@ from specpilot.controller.evaluate.models import Fitted, FoldSums
 from specpilot.controller.replay.inference import ARM_STEPS, Inferred, infer
 from specpilot.controller.replay.policies import ReplayError
 from specpilot.controller.replay.scenario import simulate
-from specpilot.controller.simulation.surface import ContextSurface, Costs, NamedSurface
+from specpilot.controller.simulation.named_surfaces import NamedSurface
+from specpilot.controller.simulation.surface import ContextSurface, Costs
 from specpilot.policies.student import student_975
 
 RECORDS = 40_000

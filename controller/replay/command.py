@@ -27,7 +27,7 @@ from specpilot.controller.replay.inference import Inferred, Outcome, infer
 from specpilot.controller.replay.judge import Course, Regret, Result
 from specpilot.controller.replay.policies import ReplayError, parse_policy, split_policies
 from specpilot.controller.replay.scenario import GENERATED_REQUESTS, Scenario, at_rate, examine, saturation
-from specpilot.controller.simulation.surface import NamedSurface, load_surface
+from specpilot.controller.simulation.named_surfaces import NamedSurface, load_surface
 from specpilot.controller.simulation.workload import Arrival, ArrivalsError, generated_requests, read_arrivals
 
 FAILED = 1

@@ -29,13 +29,8 @@ import msgspec
 
 from specpilot.controller.replay.policies import ReplayError
 from specpilot.controller.replay.scenario import KV_TOKENS, Scenario
-from specpilot.controller.simulation.surface import (
-    PREFILL_BASE_SECONDS,
-    PREFILL_SECONDS_PER_TOKEN,
-    ContextSurface,
-    Costs,
-    NamedSurface,
-)
+from specpilot.controller.simulation.named_surfaces import NamedSurface
+from specpilot.controller.simulation.surface import H200_8B, ContextSurface, Costs
 from specpilot.controller.simulation.workload import Arrival, Phase
 from specpilot.controller.trace.checks import Findings, chosen, empty, only, read_source, survey
 from specpilot.controller.trace.reader import TraceError
@@ -246,8 +241,7 @@ class _Prefills:
         if len(self._seen) < LEAST_PREFILLS:
             return None
         return statistics.median(
-            seconds / (PREFILL_BASE_SECONDS + context_factor * tokens * PREFILL_SECONDS_PER_TOKEN)
-            for tokens, seconds in self._seen
+            seconds / H200_8B.prefill_seconds(context_factor * tokens) for tokens, seconds in self._seen
         )
 
 

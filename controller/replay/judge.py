@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from specpilot.controller.simulation.server import Decode
+from specpilot.controller.simulation.gpu import Decode
 from specpilot.controller.simulation.surface import ContextSurface, DriftingSurface
 
 SKIPPED_STEPS = 2000

@@ -24,7 +24,7 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from specpilot.controller.replay.command import Examined, where_of
 from specpilot.controller.replay.judge import SKIPPED_STEPS
-from specpilot.controller.simulation.surface import NamedSurface
+from specpilot.controller.simulation.named_surfaces import NamedSurface
 from specpilot.controller.statistics import mean_and_interval
 
 NAME = "replay.html"

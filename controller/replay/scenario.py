@@ -28,8 +28,12 @@ from specpilot.controller.config import ControllerConfig
 from specpilot.controller.replay.judge import Judged, Result, TimePerOutputToken
 from specpilot.controller.replay.policies import Factory, ReplayError, parse_policy
 from specpilot.controller.serve.pace import Pace
-from specpilot.controller.simulation.server import Decode, Req, SimServer, VirtualClock
-from specpilot.controller.simulation.surface import ContextSurface, DriftingSurface, NamedSurface
+from specpilot.controller.simulation.batch import SimRequest
+from specpilot.controller.simulation.clock import VirtualClock
+from specpilot.controller.simulation.gpu import Decode
+from specpilot.controller.simulation.named_surfaces import NamedSurface
+from specpilot.controller.simulation.server import SimServer
+from specpilot.controller.simulation.surface import ContextSurface, DriftingSurface
 from specpilot.controller.simulation.workload import (
     Arrival,
     KeyedDraws,
@@ -257,7 +261,7 @@ def serve(policy: str, scenario: Scenario, make: Factory | None = None) -> Run:
     run = Run()
     issued = scenario.concurrency or 0
 
-    def on_end(req: Req, at: float) -> Arrival | None:
+    def on_end(req: SimRequest, at: float) -> Arrival | None:
         nonlocal issued
         run.ended_at.append(at)
         if req.output_tokens > 1:

@@ -1,11 +1,10 @@
-"""What a step costs a simulated GPU.
+"""What a forward pass costs a simulated GPU, in seconds.
 
-Two shapes of surface, both asked through ``Surface``:
+All surfaces are asked through ``Surface``:
 
-    LatencySurface   by steps (K) and batch size; ``H200_8B``, the card of the demo, is one
-    ContextSurface   by steps, batch size and mean context; ``load_surface`` gives those of replay:
-                     measured ones (``surfaces/*.json``, made by ``benchmarks/make_surfaces.py``)
-                     and two synthetic ones, ``moe`` and ``context``
+    LatencySurface    by steps (K) and batch size; ``H200_8B``, the card of the demo, is one
+    ContextSurface    by steps, batch size and mean context: those of replay, see ``named_surfaces.py``
+    DriftingSurface   from one ContextSurface to another over time
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -42,12 +39,12 @@ class Surface(Protocol):
 
     @property
     def skip(self) -> str:
-        """Kind of its K=0, as ``Hello.skip``."""
+        """Kind of a step with K=0, as ``Hello.skip``."""
 
     def decode_seconds(self, steps: int, batch_size: int, mean_context: float = 0.0) -> float:
         """Return the seconds of one step; ``mean_context`` in tokens per request."""
 
-    def prefill_seconds(self, tokens: int) -> float:
+    def prefill_seconds(self, tokens: float) -> float:
         """Return the seconds of a prefill of ``tokens`` prompt tokens."""
 
 
@@ -71,7 +68,7 @@ class LatencySurface:
     prefill_base_seconds: float
     prefill_seconds_per_token: float
     skip: str = "decode"
-    """Kind of its K=0, as ``Hello.skip``."""
+    """Kind of a step with K=0, as ``Hello.skip``."""
 
     def padded(self, batch_size: int) -> int:
         """Return the captured size that runs ``batch_size`` requests, or itself above the largest."""
@@ -90,7 +87,7 @@ class LatencySurface:
         ends = tuple((k, _linear(self.curves[k], batch)) for k in known[above - 1 : above + 1])
         return _linear(ends, steps)
 
-    def prefill_seconds(self, tokens: int) -> float:
+    def prefill_seconds(self, tokens: float) -> float:
         """Return the seconds of a prefill of ``tokens`` prompt tokens."""
         return self.prefill_base_seconds + tokens * self.prefill_seconds_per_token
 
@@ -135,9 +132,6 @@ TFLOP/s (dense bf16), on top of what a decode step of one request takes.
 CAPTURED_BATCH_SIZES = (1, 2, 4, *range(8, 257, 8))
 """SGLang's list for a server without speculation, up to 256 requests."""
 
-PREFILL_BASE_SECONDS = H200_8B.prefill_base_seconds
-PREFILL_SECONDS_PER_TOKEN = H200_8B.prefill_seconds_per_token
-
 
 @dataclass(frozen=True)
 class Costs:
@@ -146,6 +140,21 @@ class Costs:
     contexts: tuple[float, ...]
     """Tokens per request, rising, at least two."""
     seconds: tuple[tuple[float, ...], ...]
+
+    @staticmethod
+    def on_captured_sizes(measured: Mapping[int, Sequence[tuple[float, float]]]) -> Costs:
+        """Return the costs at ``CAPTURED_BATCH_SIZES``, linear in the batch size between those measured.
+
+        ``measured``: (context, seconds) points by batch size, of each at the same contexts.
+        """
+        sizes = sorted(measured)
+        contexts = tuple(context for context, _ in sorted(measured[sizes[0]]))
+        seconds = [[value for _, value in sorted(measured[size])] for size in sizes]
+        rows = []
+        for batch in CAPTURED_BATCH_SIZES:
+            row, part = _segment(sizes, batch)
+            rows.append(tuple(_between(pair, 0, part) for pair in zip(seconds[row], seconds[row + 1], strict=True)))
+        return Costs(contexts, tuple(rows))
 
 
 @dataclass(frozen=True)
@@ -166,11 +175,11 @@ class ContextSurface:
 
     captured_batch_sizes: tuple[int, ...]
     costs: Mapping[int, Costs]
-    """By K."""
+    """Costs by K."""
     factor: float = 1.0
-    """What prefills cost, as a multiple of the estimate."""
+    """What prefills cost, as a multiple of the estimate of ``H200_8B``."""
     skip: str = "verify"
-    """Kind of its K=0, as ``Hello.skip``."""
+    """Kind of a step with K=0, as ``Hello.skip``."""
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -204,13 +213,13 @@ class ContextSurface:
         row = np.searchsorted(self.captured_batch_sizes, batch_sizes)
         column = np.clip(np.searchsorted(contexts, mean_contexts), 1, len(contexts) - 1) - 1
         part = (mean_contexts - contexts[column]) / (contexts[column + 1] - contexts[column])
-        found = seconds[row, column] * (1.0 - part) + seconds[row, column + 1] * part
+        linear = seconds[row, column] * (1.0 - part) + seconds[row, column + 1] * part
         least: npt.NDArray[np.float64] = LEAST_OF_FIRST * seconds[row, 0]
-        return np.asarray(np.maximum(found, least), np.float64)
+        return np.asarray(np.maximum(linear, least), np.float64)
 
-    def prefill_seconds(self, tokens: int) -> float:
+    def prefill_seconds(self, tokens: float) -> float:
         """Return the seconds of a prefill of ``tokens`` prompt tokens: the estimate of ``H200_8B``."""
-        return self.factor * (PREFILL_BASE_SECONDS + tokens * PREFILL_SECONDS_PER_TOKEN)
+        return self.factor * H200_8B.prefill_seconds(tokens)
 
     def scaled(self, factor: float) -> ContextSurface:
         """Return the surface with everything ``factor`` times as slow."""
@@ -237,31 +246,15 @@ def _between(values: Sequence[float], left: int, part: float) -> float:
 
 
 @dataclass(frozen=True)
-class NamedSurface:
-    """A server to simulate: what its steps cost with speculation configured, and without."""
-
-    name: str
-    label: str
-    """One line for a reader of results: where the figures come from, and what is not measured."""
-    speculating: ContextSurface
-    plain: ContextSurface
-    """The server started without speculation: K=0 only."""
-
-    def scaled(self, factor: float) -> NamedSurface:
-        """Return a server that takes ``factor`` times as long for everything."""
-        label = self.label if factor == 1.0 else f"{self.label}; every cost x {factor:g}"
-        return NamedSurface(self.name, label, self.speculating.scaled(factor), self.plain.scaled(factor))
-
-
-@dataclass(frozen=True)
 class DriftingSurface:
     """What a step costs now, between two surfaces of the same K and captured batch sizes."""
 
     begin: ContextSurface
     end: ContextSurface
     seconds: float
-    """From the one to the other."""
+    """Seconds from the one surface to the other."""
     now: Callable[[], float] = field(compare=False, default=lambda: 0.0)
+    """Seconds since the start of the server."""
 
     @property
     def captured_batch_sizes(self) -> tuple[int, ...]:
@@ -270,7 +263,7 @@ class DriftingSurface:
 
     @property
     def skip(self) -> str:
-        """Kind of its K=0, as ``Hello.skip``."""
+        """Kind of a step with K=0, as ``Hello.skip``."""
         return self.begin.skip
 
     @property
@@ -291,117 +284,6 @@ class DriftingSurface:
         begin, end = (s.decode_seconds_of(steps, batch_sizes, mean_contexts, at) for s in (self.begin, self.end))
         return np.asarray(begin + np.minimum(at / self.seconds, 1.0) * (end - begin), np.float64)
 
-    def prefill_seconds(self, tokens: int) -> float:
+    def prefill_seconds(self, tokens: float) -> float:
         """Return the seconds of a prefill, as before the drift."""
         return self.begin.prefill_seconds(tokens)
-
-
-class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of one step: of arm "none" or "K=...", at a batch size and a mean context."""
-
-    arm: str
-    batch_size: int
-    context: float
-    seconds: float
-    measured: bool
-    """Or extrapolated, see ``benchmarks/make_surfaces.py``."""
-
-
-class SurfaceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``surfaces/*.json``: every arm at the same batch sizes, and at the same contexts for each of them."""
-
-    label: str
-    cells: list[Cell]
-    skip: Literal["decode", "verify"] = "verify"
-
-    def surface(self, name: str) -> NamedSurface:
-        """Put the measured batch sizes on the captured ones, once."""
-        by_arm: dict[str, dict[int, list[tuple[float, float]]]] = {}
-        for cell in self.cells:
-            by_arm.setdefault(cell.arm, {}).setdefault(cell.batch_size, []).append((cell.context, cell.seconds))
-        costs = {arm: _on_captured_sizes(lines) for arm, lines in by_arm.items()}
-        plain = ContextSurface(CAPTURED_BATCH_SIZES, {0: costs.pop("none")})
-        speculating = {int(arm.removeprefix("K=")): found for arm, found in costs.items()}
-        return NamedSurface(name, self.label, ContextSurface(CAPTURED_BATCH_SIZES, speculating, skip=self.skip), plain)
-
-
-def _on_captured_sizes(lines: dict[int, list[tuple[float, float]]]) -> Costs:
-    """Interpolate linearly in the batch size; ``lines`` are (context, seconds) points by batch size."""
-    sizes = sorted(lines)
-    contexts = tuple(context for context, _ in sorted(lines[sizes[0]]))
-    measured = [[seconds for _, seconds in sorted(lines[size])] for size in sizes]
-    rows = []
-    for batch in CAPTURED_BATCH_SIZES:
-        row, part = _segment(sizes, batch)
-        rows.append(tuple(_between(pair, 0, part) for pair in zip(measured[row], measured[row + 1], strict=True)))
-    return Costs(contexts, tuple(rows))
-
-
-_STEPS = (0, 1, 2, 3, 5, 7)
-_CONTEXTS = (0.0, 32768.0)
-
-
-def _synthetic(name: str, label: str, seconds: Callable[[int, int, float], float], plain: float) -> NamedSurface:
-    """Tabulate ``seconds(K, batch, context)``, linear in the context; no speculation costs ``plain`` of K=0."""
-
-    def costs(steps: int, share: float = 1.0) -> Costs:
-        return Costs(
-            _CONTEXTS,
-            tuple(tuple(share * seconds(steps, batch, at) for at in _CONTEXTS) for batch in CAPTURED_BATCH_SIZES),
-        )
-
-    speculating = ContextSurface(CAPTURED_BATCH_SIZES, {steps: costs(steps) for steps in _STEPS})
-    return NamedSurface(name, label, speculating, ContextSurface(CAPTURED_BATCH_SIZES, {0: costs(0, plain)}))
-
-
-def _moe_seconds(steps: int, batch: int, context: float) -> float:
-    """128 experts, 8 a token: n tokens touch 1 - (1 - 8/128)^n of them if they choose independently.
-
-    Reading all experts takes 12 ms, the rest of the model 3 ms, a draft step 0.25 ms, the
-    arithmetic 15 us a token, and attention reads 10 ns a token of context.
-    """
-    tokens = batch * (steps + 1)
-    touched = 1.0 - (1.0 - 8 / 128) ** tokens
-    return 0.003 + 0.012 * touched + 0.00025 * steps + 15e-6 * tokens + 10e-9 * batch * context
-
-
-def _context_seconds(steps: int, batch: int, context: float) -> float:
-    """8 ms to read the weights, 60 us a verified token, 0.6 ms a draft step, and 60 ns a token of context.
-
-    The KV cache is read once a step however many drafts are verified, so at long context
-    speculation is nearly free and at short context the verified tokens are the cost.
-    """
-    return 0.008 + 60e-6 * batch * (steps + 1) + 0.0006 * steps + 60e-9 * batch * context
-
-
-def _moe() -> NamedSurface:
-    label = "synthetic: a mixture of experts, whose verify cost grows steeply with the tokens until all are touched"
-    return _synthetic("moe", label, _moe_seconds, 0.92)
-
-
-def _context() -> NamedSurface:
-    label = "synthetic: speculation loses at short context and wins at long, as in vllm #49986"
-    return _synthetic("context", label, _context_seconds, 0.96)
-
-
-_IN_CODE = {"context": _context, "moe": _moe}
-
-
-def surface_names() -> list[str]:
-    """Return every name that ``load_surface`` takes."""
-    packaged = [file.name for file in files("specpilot.controller.simulation").joinpath("surfaces").iterdir()]
-    return sorted([*_IN_CODE, *(name.removesuffix(".json") for name in packaged if name.endswith(".json"))])
-
-
-def load_surface(name: str) -> NamedSurface:
-    """Return a surface by name; ValueError lists the known ones.
-
-    >>> surface_names()
-    ['context', 'h200-native-skip', 'h200-sglang', 'h200-triton', 'h200-triton-skip', 'moe']
-    """
-    if name not in surface_names():
-        raise ValueError(f"no surface is called {name!r}: use one of {', '.join(surface_names())}")
-    if name in _IN_CODE:
-        return _IN_CODE[name]()
-    data = files("specpilot.controller.simulation").joinpath("surfaces", f"{name}.json").read_bytes()
-    return msgspec.json.decode(data, type=SurfaceFile).surface(name)

@@ -28,7 +28,7 @@ from specpilot.controller.demo.picture import draw
 from specpilot.controller.demo.summary import DemoError, Run, crossing, explain
 from specpilot.controller.demo.view import View
 from specpilot.controller.serve.report import ControllerStatus
-from specpilot.controller.simulation.server import Summary
+from specpilot.controller.simulation.totals import SimSummary
 from specpilot.controller.simulation.workload import Phase
 from specpilot.controller.trace.reader import segments
 from specpilot.controller.trace.writer import TraceWriter
@@ -338,7 +338,7 @@ def page(cells: Sequence[CellView] = (), batch_sizes: Sequence[int] = ()) -> Ser
 
 
 def test_a_picture_of_few_steps_can_be_drawn(tmp_path: Path) -> None:
-    summary = Summary(1, 4, 1.0, 4.0, {"3": 1.0}, 0, 0, 0, 1000.0)
+    summary = SimSummary(1, 4, 1.0, 4.0, {"3": 1.0}, 0, 0, 0, 1000.0)
     phases = (Phase(0.0, "code-like", 0.8),)
     for count in (1, 2):
         steps = [record(time=1000.5 + 0.01 * i, seconds=0.01 * i, launch_gap_seconds=0.0) for i in range(count)]
@@ -352,7 +352,7 @@ def test_a_picture_of_few_steps_can_be_drawn(tmp_path: Path) -> None:
 
 def test_what_was_learned_is_told_with_its_figures(tmp_path: Path) -> None:
     """Three drafts double the tokens; at batch 8 the step is half as long again, at batch 64 three times as long."""
-    summary = Summary(2, 4, 1.0, 4.0, {"3": 1.0}, 5, 1, 0, 1000.0)
+    summary = SimSummary(2, 4, 1.0, 4.0, {"3": 1.0}, 5, 1, 0, 1000.0)
 
     def cell(choice: int, times: float) -> CellView:
         def option(k: int, tokens: float, seconds: float) -> KView:

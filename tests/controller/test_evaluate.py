@@ -13,7 +13,7 @@ from specpilot.controller.config import SwitchbackConfig, TraceConfig
 from specpilot.controller.evaluate.command import EFFECT, EFFICIENCY, evaluate
 from specpilot.controller.replay.scenario import Run, Scenario, serve
 from specpilot.controller.serve.switchback import Arm, Switchback, fallback_plan
-from specpilot.controller.simulation.surface import load_surface
+from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.controller.simulation.workload import generated_requests
 from specpilot.controller.trace.reader import TraceError
 from specpilot.controller.trace.writer import TraceWriter

@@ -25,7 +25,7 @@ from specpilot.controller.fit.report import DOUBTFUL, LISTED_CELLS, Report, prin
 from specpilot.controller.replay.judge import Judged
 from specpilot.controller.replay.scenario import GENERATED_REQUESTS, Scenario, serve
 from specpilot.controller.serve.priors import PriorStore
-from specpilot.controller.simulation.surface import load_surface
+from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.controller.simulation.workload import Phase, generated_requests
 from specpilot.controller.trace.checks import Findings, survey
 from specpilot.controller.trace.writer import TraceWriter

@@ -17,16 +17,11 @@ from specpilot.controller.replay import policies as replay_policies
 from specpilot.controller.replay.judge import Judged, Result
 from specpilot.controller.replay.policies import ReplayError, parse_policy, split_policies
 from specpilot.controller.replay.scenario import InProcessAgent, Run, Scenario, at_rate, saturation, serve, simulate
-from specpilot.controller.simulation.server import Decode, SimServer, VirtualClock
-from specpilot.controller.simulation.surface import (
-    CAPTURED_BATCH_SIZES,
-    ContextSurface,
-    Costs,
-    NamedSurface,
-    acceptance_length,
-    load_surface,
-    surface_names,
-)
+from specpilot.controller.simulation.clock import VirtualClock
+from specpilot.controller.simulation.gpu import Decode
+from specpilot.controller.simulation.named_surfaces import NamedSurface, load_surface, surface_names
+from specpilot.controller.simulation.server import SimServer
+from specpilot.controller.simulation.surface import CAPTURED_BATCH_SIZES, ContextSurface, Costs, acceptance_length
 from specpilot.controller.simulation.workload import (
     Arrival,
     ArrivalsError,

@@ -19,7 +19,7 @@ from specpilot.controller.replay.command import Examined
 from specpilot.controller.replay.judge import COURSE_PARTS, REGRET_POINTS, Course, Regret
 from specpilot.controller.replay.report import best_fixed, shown_course, summary_rows, write_report
 from specpilot.controller.replay.scenario import Scenario, examine, simulate
-from specpilot.controller.simulation.surface import load_surface
+from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.controller.simulation.workload import generated_requests
 
 POLICIES = ["none", "static:1", "static:5", "batch-table:1:5,8:3", "goodput", "informed-greedy"]

@@ -11,7 +11,8 @@ import pytest
 
 from specpilot.controller.replay.judge import Judged
 from specpilot.controller.replay.scenario import Run, Scenario, examine, serve, simulate
-from specpilot.controller.simulation.surface import acceptance_length, load_surface
+from specpilot.controller.simulation.named_surfaces import load_surface
+from specpilot.controller.simulation.surface import acceptance_length
 from specpilot.controller.simulation.workload import Arrival, KeyedDraws, Phase, generated_requests
 from specpilot.policies.baselines import Truth
 from specpilot.policies.goodput import Goodput

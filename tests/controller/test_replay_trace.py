@@ -14,7 +14,7 @@ from specpilot.controller.config import TraceConfig
 from specpilot.controller.replay.inference import Inferred, _Requests, infer
 from specpilot.controller.replay.policies import ReplayError
 from specpilot.controller.replay.scenario import Run, Scenario, at_rate, examine, serve
-from specpilot.controller.simulation.surface import load_surface
+from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.controller.simulation.workload import Phase, generated_requests
 from specpilot.controller.trace.writer import TraceWriter
 from specpilot.policies.interface import Grid, Plan, Policy

@@ -17,7 +17,8 @@ import msgspec
 import pytest
 import zmq
 
-from specpilot.controller.simulation.server import CANDIDATE_STEPS, SimServer, VirtualClock, WallClock
+from specpilot.controller.simulation.clock import VirtualClock, WallClock
+from specpilot.controller.simulation.server import CANDIDATE_STEPS, SimServer
 from specpilot.controller.simulation.surface import H200_8B, LatencySurface, acceptance_length
 from specpilot.controller.simulation.workload import Arrival, Clients, Phase, Workload
 from specpilot.sglang_hooks.link import Delivery

@@ -33,8 +33,10 @@ from specpilot.controller.serve.switchback import (
     measure,
     multiplier,
 )
-from specpilot.controller.simulation.server import SimServer, VirtualClock
-from specpilot.controller.simulation.surface import acceptance_length, load_surface
+from specpilot.controller.simulation.clock import VirtualClock
+from specpilot.controller.simulation.named_surfaces import load_surface
+from specpilot.controller.simulation.server import SimServer
+from specpilot.controller.simulation.surface import acceptance_length
 from specpilot.controller.simulation.workload import Arrival, KeyedDraws, Phase, Workload, generated_requests
 from specpilot.policies.interface import Plan, PolicyError
 from specpilot.policies.static import Static

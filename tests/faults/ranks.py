@@ -40,7 +40,8 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
-from specpilot.controller.simulation.server import Req, SimServer
+from specpilot.controller.simulation.batch import SimRequest
+from specpilot.controller.simulation.server import SimServer
 from specpilot.controller.simulation.surface import H200_8B
 from specpilot.controller.simulation.workload import Phase, Workload
 from specpilot.sglang_hooks import agent as agent_module
@@ -193,7 +194,7 @@ class RankServer(SimServer):
         self._stats_file = os.open(self.folder / "stats.json", os.O_WRONLY | os.O_CREAT)
         self._stats_at = 0.0
         self._prefilling = False
-        self._clients = self._open = 0
+        self._clients = self._open = self._arrived = 0
         self.ending = False
         self.pace_seconds = self.prefill_seconds = 0.0
         self.flood_records = 0
@@ -215,10 +216,11 @@ class RankServer(SimServer):
 
     def _arrive(self) -> None:
         self._open += 1
-        self._received += 1
-        self._waiting.append(Req(100 + self._received * 53 % 400, 50 + self._received * 37 % 200, self._received))
+        self._arrived += 1
+        prompt_tokens, output_tokens = 100 + self._arrived * 53 % 400, 50 + self._arrived * 37 % 200
+        self._admission.waiting.append(SimRequest(prompt_tokens, output_tokens, self._arrived))
 
-    def _end(self, req: Req) -> None:
+    def _end(self, req: SimRequest) -> None:
         super()._end(req)
         self._open -= 1
         if self._open < self._clients:

@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from specpilot.controller.replay.scenario import Scenario, serve, simulate
-from specpilot.controller.simulation.server import SimServer, VirtualClock
-from specpilot.controller.simulation.surface import load_surface
+from specpilot.controller.simulation.clock import VirtualClock
+from specpilot.controller.simulation.named_surfaces import load_surface
+from specpilot.controller.simulation.server import SimServer
 from specpilot.controller.simulation.workload import Arrival, KeyedDraws, Phase, Workload
 from specpilot.policies.baselines import BatchTable, InformedGreedy, SGLangAdaptive, Truth, sglang_params
 from specpilot.policies.interface import PolicyError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specpilot.controller.replay.scenario import Judged, Run, Scenario, serve, simulate
-from specpilot.controller.simulation.surface import NamedSurface, load_surface
+from specpilot.controller.simulation.named_surfaces import NamedSurface, load_surface
 from specpilot.controller.simulation.workload import generated_requests
 from specpilot.policies.goodput import Goodput
 from specpilot.sglang_hooks.table_policy import CompiledTable

@@ -17,7 +17,7 @@ from specpilot.controller.neural_file import load_model, save_model
 from specpilot.controller.replay.policies import ReplayError, parse_policy
 from specpilot.controller.replay.scenario import Scenario, serve
 from specpilot.controller.serve.service import Service
-from specpilot.controller.simulation.surface import load_surface
+from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.controller.simulation.workload import Phase, generated_requests
 from specpilot.policies.interface import Policy, PolicyError
 from specpilot.policies.models.cost_prior import fingerprint

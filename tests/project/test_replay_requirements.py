@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specpilot.controller.simulation.surface import load_surface
+from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.controller.simulation.workload import Arrival
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from specpilot.controller.simulation.server import Req, SimServer, WallClock
+from specpilot.controller.simulation.batch import SimRequest
+from specpilot.controller.simulation.clock import WallClock
+from specpilot.controller.simulation.server import SimServer
 from specpilot.controller.simulation.surface import H200_8B
 from specpilot.controller.simulation.workload import Arrival, Phase, Workload
 from specpilot.sglang_hooks.settings import Settings
@@ -35,10 +37,10 @@ class HttpSimServer(SimServer):
         with self._lock:
             client: queue.SimpleQueue[int] = queue.SimpleQueue()
             self._clients.append(client)
-            self._to_come.append(Arrival(0.0, prompt_tokens, output_tokens))
+            self._admission.to_come.append(Arrival(0.0, prompt_tokens, output_tokens))
         return client
 
-    def _emit(self, req: Req, tokens: int) -> None:
+    def _emit(self, req: SimRequest, tokens: int) -> None:
         super()._emit(req, tokens)
         self._clients[req.index].put(min(len(req.output_ids), req.output_tokens))
 

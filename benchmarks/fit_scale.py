@@ -28,7 +28,8 @@ import numpy as np
 import pyarrow as pa
 
 from specpilot.controller.config import TraceConfig
-from specpilot.controller.replay.scenario import GENERATED_REQUESTS, Scenario, serve
+from specpilot.controller.replay.run import serve
+from specpilot.controller.replay.scenario import GENERATED_REQUESTS, Scenario
 from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.controller.simulation.workload import generated_requests
 from specpilot.controller.trace.reader import Segment, segments

@@ -8,7 +8,7 @@ prior is fitted. Then the second half of each run is served again, the same requ
 first half had come to and the acceptance path as it goes on, by policies that know nothing of it:
 without a prior, and with the fitted one. A figure is the number of steps until the share of the
 best K, which informed-greedy has by definition, is 0.95 to stay, what is explored counted
-(``Judged.steps_to_95``), and until the table's choice is that good (``Judged.steps_to_choose``).
+(``JudgedSteps.steps_to_95``), and until the table's choice is that good (``JudgedSteps.steps_to_choose``).
 
 ``--out`` is written anew after each seed, all surfaces of it; with ``--minutes``, no seed is begun after so long.
 """
@@ -35,9 +35,10 @@ from rich.progress import Progress
 
 from specpilot.controller.fit.command import read_fleet
 from specpilot.controller.fit.models import fit
-from specpilot.controller.replay.command import run_all, workers
-from specpilot.controller.replay.judge import Judged
-from specpilot.controller.replay.scenario import GENERATED_REQUESTS, Scenario, serve
+from specpilot.controller.replay.judge import JudgedSteps
+from specpilot.controller.replay.parallel import run_all, workers
+from specpilot.controller.replay.run import serve
+from specpilot.controller.replay.scenario import GENERATED_REQUESTS, Scenario
 from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.controller.simulation.workload import Phase, acceptance_path, generated_requests
 from specpilot.controller.trace.checks import Findings, survey
@@ -122,7 +123,7 @@ def cases(surface: str, seed: int) -> list[dict[str, Any]]:
         row = {"surface": surface, "concurrency": concurrency, "seed": seed, **quality}
         for name, known in (("none", None), ("fitted", prior)):
             run = serve("goodput", again, lambda _hello, _truth, known=known: Goodput(prior=known))
-            judged = Judged.of(run.decodes, again.surface.speculating)
+            judged = JudgedSteps.of(run.decodes, again.surface.speculating)
             row[name] = judged.steps_to_95()
             row[f"{name}_choice"] = judged.steps_to_choose(0)
             first = judged.between(0, 150)

@@ -27,7 +27,8 @@ import numpy as np
 from specpilot.controller.config import TraceConfig
 from specpilot.controller.fit.neural import fit
 from specpilot.controller.neural_file import load_model, save_model
-from specpilot.controller.replay.scenario import Scenario, at_rate, saturation, serve
+from specpilot.controller.replay.run import saturation, serve
+from specpilot.controller.replay.scenario import Scenario, at_rate
 from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.controller.simulation.workload import generated_requests
 from specpilot.controller.statistics import mean_and_interval

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from neural_vs_goodput import LOADS, scenario
 
-from specpilot.controller.replay.scenario import serve
+from specpilot.controller.replay.run import serve
 from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.policies.goodput import Goodput
 from specpilot.policies.interface import Grid, Plan, Policy

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from specpilot.controller.config import ControllerConfig
-from specpilot.controller.replay.judge import Judged
-from specpilot.controller.replay.scenario import GENERATED_REQUESTS, Scenario, at_rate, saturation, serve
+from specpilot.controller.replay.judge import JudgedSteps
+from specpilot.controller.replay.run import saturation, serve
+from specpilot.controller.replay.scenario import GENERATED_REQUESTS, Scenario, at_rate
 from specpilot.controller.simulation.named_surfaces import NamedSurface, load_surface
 from specpilot.controller.simulation.surface import acceptance_length
 from specpilot.controller.simulation.workload import Arrival, Phase, generated_requests, read_arrivals
@@ -75,8 +76,8 @@ def begun_at(requests: list[Arrival], share: float) -> list[Arrival]:
     return [replace(request, at=(request.at - begin) % lap) for request in requests[cut:] + requests[:cut]]
 
 
-def judged(policy: str, scenario: Scenario, make: Callable[[Hello, Truth], Policy] | None = None) -> Judged:
-    return Judged.of(serve(policy, scenario, make).decodes, scenario.surface.speculating)
+def judged(policy: str, scenario: Scenario, make: Callable[[Hello, Truth], Policy] | None = None) -> JudgedSteps:
+    return JudgedSteps.of(serve(policy, scenario, make).decodes, scenario.surface.speculating)
 
 
 def steps_seconds(steps: int, surface: NamedSurface, batch: int) -> float:
@@ -98,7 +99,7 @@ def moving(surface: str, cell: float, path: str, seed: int, seconds: float, poli
     else:
         scenario = Scenario(named, made_up(seed), seconds, seed, concurrency=int(cell))
     run = serve(policy, scenario)
-    whole = Judged.of(run.decodes, named.speculating)
+    whole = JudgedSteps.of(run.decodes, named.speculating)
     settled = whole.settled()
     best = settled.best.sum()
     plain = settled.batch / named.plain.decode_seconds_of(0, settled.batch, settled.context)

@@ -41,7 +41,7 @@ from replay_figures import markdown
 from rich.console import Console
 from rich.progress import Progress
 
-from specpilot.controller.replay.command import run_all, workers
+from specpilot.controller.replay.parallel import run_all, workers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from specpilot.controller.evaluate.models import Fitted, FoldSums
-from specpilot.controller.replay.inference import ARM_STEPS, Inferred, infer
+from specpilot.controller.replay.inference.costs import ARM_STEPS
+from specpilot.controller.replay.inference.infer import Inferred, infer
 from specpilot.controller.replay.policies import ReplayError
-from specpilot.controller.replay.scenario import simulate
+from specpilot.controller.replay.run import simulate
 from specpilot.controller.simulation.named_surfaces import NamedSurface
 from specpilot.controller.simulation.surface import ContextSurface, Costs
 from specpilot.policies.student import student_975

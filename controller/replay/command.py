@@ -1,38 +1,39 @@
 """``specpilot replay``: every policy with every seed on all cores, as a table, as JSON, as a page.
 
 What is asked of the server comes from a file of requests, is made up, or is inferred from a trace
-(``replay_trace.py``).
+(``inference/``). Each run is ``run.py``'s; ``report.py`` draws what ``--report`` asks for.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from specpilot.controller.replay.inference import Inferred, Outcome, infer
-from specpilot.controller.replay.judge import Course, Regret, Result
+from specpilot.controller.replay.inference.infer import Inferred, infer
+from specpilot.controller.replay.judge import Course, Regret
+from specpilot.controller.replay.parallel import run_all, workers
 from specpilot.controller.replay.policies import ReplayError, parse_policy, split_policies
-from specpilot.controller.replay.scenario import GENERATED_REQUESTS, Scenario, at_rate, examine, saturation
+from specpilot.controller.replay.result import Examined, ReplayResult, TraceOutcome, load_in_words
+from specpilot.controller.replay.run import examine, saturation
+from specpilot.controller.replay.scenario import GENERATED_REQUESTS, Scenario, at_rate
 from specpilot.controller.simulation.named_surfaces import NamedSurface, load_surface
 from specpilot.controller.simulation.workload import Arrival, ArrivalsError, generated_requests, read_arrivals
 
 FAILED = 1
 SURFACE = "h200-sglang"
+"""The surface where none is named."""
 SECONDS = 300.0
+"""Virtual time of a run where none is given."""
 
 
 @dataclass(frozen=True)
@@ -40,36 +41,29 @@ class ReplayRequest:
     """What is to be replayed, as the command line asks for it."""
 
     surface: str | None
-    """None: ``SURFACE``, or the one fitted to the traces."""
+    """Name of a surface; None: ``SURFACE``, or the one fitted to the traces."""
     policies: Sequence[str]
-    """Separated by commas too."""
+    """Names of policies, each or several separated by commas."""
     traces: Sequence[Path] = ()
-    """Their own load is replayed; no arrivals, load or concurrency then."""
+    """Traces whose own load is replayed; no arrivals, load or concurrency then."""
     server: str | None = None
-    """Whose part of the traces, where they are of several."""
+    """The server whose part of the traces is replayed, where they are of several."""
     arrivals: Path | None = None
-    """None: requests are made up, other ones for each seed."""
+    """File of requests; None: they are made up, other ones for each seed."""
     load: float | None = None
-    """None: 1, where a load is asked for at all."""
+    """Arrival rate in saturations of the server without speculation; None: 1, where no concurrency is given."""
     concurrency: int | None = None
-    """Instead of a load."""
+    """Requests at a time of a closed loop, instead of a load."""
     seeds: int = 1
+    """Runs of each policy."""
     seconds: float | None = None
-    """None: ``SECONDS``, or the whole trace."""
+    """Virtual time of each run; None: ``SECONDS``, or the whole trace."""
     workers: int | None = None
     """Processes; None: one a core."""
     json: Path | None = None
+    """File for the figures of every run."""
     report: Path | None = None
-    """Folder."""
-
-
-@dataclass(frozen=True)
-class Examined:
-    """One run: its figures, and what a report draws of it."""
-
-    result: Result
-    regret: Regret
-    course: Course
+    """Folder for ``replay.html``."""
 
 
 def replay(request: ReplayRequest, console: Console) -> int:
@@ -84,7 +78,7 @@ def replay(request: ReplayRequest, console: Console) -> int:
     if request.traces:
         inferred = infer(request.traces, request.server)
         named = _surface_of(inferred, named, policies)
-        _say(inferred, console)
+        _print_inferred(inferred, console)
     assert named is not None
     try:
         write_report = _report_writer() if request.report is not None else None
@@ -104,15 +98,15 @@ def replay(request: ReplayRequest, console: Console) -> int:
             scenarios = [inferred.scenario(named, seconds, seed) for seed in seeds]
         else:
             scenarios = _scenarios(request, named, arrivals, seeds, pool, progress)
-        runs = [(policy, scenario) for scenario in scenarios for policy in policies]
-        found = run_all(_examine, runs, pool, progress, "runs")
-    results = [one.result for one in found]
+        calls = [(policy, scenario) for scenario in scenarios for policy in policies]
+        examined = run_all(_examine, calls, pool, progress, "runs")
+    results = [run.result for run in examined]
     if request.json is not None:
-        written = results if inferred is None else _outcome(inferred, named, results)
+        written = results if inferred is None else _trace_outcome(inferred, named, results)
         request.json.write_bytes(msgspec.json.format(msgspec.json.encode(written)) + b"\n")
     console.print(summary_table(results, policies))
     if write_report is not None and request.report is not None:
-        console.print(f"report: {write_report(found, named, request.report)}")
+        console.print(f"report: {write_report(examined, named, request.report)}")
     return 0
 
 
@@ -129,7 +123,7 @@ def _surface_of(inferred: Inferred, named: NamedSurface | None, policies: Sequen
     return surface
 
 
-def _say(inferred: Inferred, console: Console) -> None:
+def _print_inferred(inferred: Inferred, console: Console) -> None:
     """Tell what was inferred and what was left out."""
     lines = [
         f"{inferred.server}: {inferred.records:,} records, {inferred.seconds:,.0f} s, recorded "
@@ -142,8 +136,8 @@ def _say(inferred: Inferred, console: Console) -> None:
         console.print(f"  {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
-def _outcome(inferred: Inferred, surface: NamedSurface, results: Sequence[Result]) -> Outcome:
-    return Outcome(
+def _trace_outcome(inferred: Inferred, surface: NamedSurface, results: Sequence[ReplayResult]) -> TraceOutcome:
+    return TraceOutcome(
         model_based=True,
         server=inferred.server,
         surface=surface.label,
@@ -189,7 +183,7 @@ def _check(request: ReplayRequest) -> tuple[NamedSurface | None, list[Arrival] |
 
 
 def _report_writer() -> Callable[[Sequence[Examined], NamedSurface, Path], Path]:
-    """Return ``replay_report.write_report``; ImportError without what it draws with."""
+    """Return ``report.write_report``; ImportError without what it draws with, which only ``--report`` needs."""
     from specpilot.controller.replay.report import write_report
 
     return write_report
@@ -223,69 +217,14 @@ def _examine(policy: str, scenario: Scenario) -> Examined:
     return Examined(result, Regret.of(judged), Course.of(judged))
 
 
-# -- on all cores --
-
-
-@contextmanager
-def workers(count: int | None, jobs: int) -> Iterator[Executor | None]:
-    """Give a pool of ``count`` processes (None: one a core), not more than ``jobs``; None where one is enough."""
-    count = min(count or os.cpu_count() or 1, jobs)
-    if count <= 1:
-        yield None
-        return
-    # Not forked: a thread draws the progress, and a fork would copy its lock as it is.
-    pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"))
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-Returned = TypeVar("Returned")
-
-
-def run_all(
-    function: Callable[..., Returned],
-    calls: Sequence[tuple[object, ...]],
-    pool: Executor | None,
-    progress: Progress,
-    label: str,
-) -> list[Returned]:
-    """Return ``function(*call)`` of every call, in their order; without a pool, one after the other."""
-    task = progress.add_task(label, total=len(calls))
-    if pool is None:
-        found = []
-        for call in calls:
-            found.append(function(*call))
-            progress.advance(task)
-        return found
-    futures: list[Future[Returned]] = [pool.submit(function, *call) for call in calls]
-    for future in as_completed(futures):
-        future.result()
-        progress.advance(task)
-    return [future.result() for future in futures]
-
-
 # -- the table --
 
 
-def where_of(result: Result) -> str:
-    """Return a run's load in words.
-
-    >>> from specpilot.controller.replay.judge import TimePerOutputToken
-    >>> where_of(Result("none", "moe", None, 8, 1, 1.0, TimePerOutputToken(None, None), 1.0, 0.0, 0.0, 0.0, 0, 1))
-    'closed loop, 8 at a time'
-    """
-    if result.load is not None:
-        return f"load {result.load:g}"
-    return "the trace's own load" if result.concurrency is None else f"closed loop, {result.concurrency} at a time"
-
-
-def summary_table(results: Sequence[Result], policies: Sequence[str]) -> Table:
+def summary_table(results: Sequence[ReplayResult], policies: Sequence[str]) -> Table:
     """Return the means over the seeds, one row a policy."""
     first = results[0]
     seeds = len({result.seed for result in results})
-    table = Table(title=f"{first.surface}, {where_of(first)}, mean of {seeds} seeds")
+    table = Table(title=f"{first.surface}, {load_in_words(first)}, mean of {seeds} seeds")
     table.add_column("policy", no_wrap=True)
     for name in (
         "tokens/s",
@@ -303,15 +242,15 @@ def summary_table(results: Sequence[Result], policies: Sequence[str]) -> Table:
         own = [result for result in results if result.policy == policy]
         table.add_row(
             policy,
-            f"{_mean([one.tokens_per_second for one in own]):,.0f}",
-            _or_dash([one.time_per_output_token.mean for one in own], 1e3, ".2f"),
-            _or_dash([one.time_per_output_token.p99 for one in own], 1e3, ".2f"),
-            f"{100 * _mean([one.reference_share for one in own]):.2f} %",
-            f"{_mean([one.switches_per_100_steps for one in own]):.2f}",
-            f"{_mean([one.probe_switches_per_100_steps for one in own]):.2f}",
-            f"{100 * _mean([one.exploration_loss for one in own]):.3f} %",
-            _or_dash([one.steps_to_95 for one in own], 1.0, ",.0f"),
-            f"{_mean([float(one.steps) for one in own]):,.0f}",
+            f"{_mean([result.tokens_per_second for result in own]):,.0f}",
+            _or_dash([result.time_per_output_token.mean for result in own], 1e3, ".2f"),
+            _or_dash([result.time_per_output_token.p99 for result in own], 1e3, ".2f"),
+            f"{100 * _mean([result.reference_share for result in own]):.2f} %",
+            f"{_mean([result.switches_per_100_steps for result in own]):.2f}",
+            f"{_mean([result.probe_switches_per_100_steps for result in own]):.2f}",
+            f"{100 * _mean([result.exploration_loss for result in own]):.3f} %",
+            _or_dash([result.steps_to_95 for result in own], 1.0, ",.0f"),
+            f"{_mean([float(result.steps) for result in own]):,.0f}",
         )
     return table
 

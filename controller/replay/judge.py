@@ -1,4 +1,4 @@
-"""What a replay was worth: every decode step by the truth, and the figures of a run."""
+"""What a run was worth: every decode step held against the true costs and the true acceptance."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -14,38 +13,43 @@ from specpilot.controller.simulation.gpu import Decode
 from specpilot.controller.simulation.surface import ContextSurface, DriftingSurface
 
 SKIPPED_STEPS = 2000
+"""Steps at the start of a run from which no share is taken."""
 WINDOW_STEPS = 200
 CHOOSE_WINDOW_STEPS = 50
 GOOD_SHARE = 0.95
+"""Share of the best K's tokens from which on a policy counts as right."""
 
 
 @dataclass(frozen=True)
-class Judged:
-    """Every decode step of a run by the truth; arrays with one entry a step."""
+class JudgedSteps:
+    """Every decode step of a run, judged by the truth; arrays with one entry a step."""
 
     at: npt.NDArray[np.float64]
     """Seconds since the start of the server, at the launch."""
     batch: npt.NDArray[np.int64]
     context: npt.NDArray[np.float64]
-    """Tokens per request."""
+    """Mean context, in tokens per request."""
     acceptance: npt.NDArray[np.float64]
+    """Acceptance of the workload's text at the time."""
     steps: npt.NDArray[np.int64]
+    """The K that was applied."""
     explored: npt.NDArray[np.bool_]
-    """The exploration drew another K than the table held."""
+    """Did the exploration draw another K than the table held?"""
     expected: npt.NDArray[np.float64]
     """Tokens to expect of the applied K."""
     best: npt.NDArray[np.float64]
     """Tokens to expect in the step's time at the goodput of the state's best K."""
     seconds: npt.NDArray[np.float64]
+    """Seconds that the step took."""
     lost_seconds: npt.NDArray[np.float64]
-    """Of an explored step, beyond the time in which the held K makes as many tokens; it may be below 0."""
+    """Seconds of an explored step beyond those in which the held K makes as many tokens; they may be below 0."""
     held_share: npt.NDArray[np.float64]
     """Goodput of the held K over that of the state's best: what the table chose, whatever was explored."""
     goodput: dict[int, npt.NDArray[np.float64]]
     """Tokens per second to expect of each K in the step's state."""
 
     @staticmethod
-    def of(decodes: Sequence[Decode], surface: ContextSurface | DriftingSurface) -> Judged:
+    def of(decodes: Sequence[Decode], surface: ContextSurface | DriftingSurface) -> JudgedSteps:
         """Judge against every K of ``surface``, the speculating one also for a server without speculation."""
         *columns, own = zip(*decodes, strict=True)
         at, steps, held, batch, context, acceptance, seconds = map(np.array, columns)
@@ -62,7 +66,7 @@ class Judged:
         explored = steps != held
         of_held = np.select([held == k for k in surface.steps], goodput, np.nan)
         of_best = np.max(goodput, axis=0)
-        return Judged(
+        return JudgedSteps(
             at=at,
             batch=batch,
             context=context,
@@ -77,14 +81,14 @@ class Judged:
             goodput=dict(zip(surface.steps, goodput, strict=True)),
         )
 
-    def between(self, begin: int, end: int | None = None) -> Judged:
+    def between(self, begin: int, end: int | None = None) -> JudgedSteps:
         """Return the steps from ``begin`` up to ``end``."""
         part = slice(begin, end)
         goodput = {k: values[part] for k, values in self.goodput.items()}
         arrays = {name: values[part] for name, values in vars(self).items() if name != "goodput"}
-        return Judged(**arrays, goodput=goodput)
+        return JudgedSteps(**arrays, goodput=goodput)
 
-    def settled(self) -> Judged:
+    def settled(self) -> JudgedSteps:
         """Return the steps that figures are taken from: without the first 2,000, or a tenth of fewer."""
         return self.between(SKIPPED_STEPS if len(self.steps) > SKIPPED_STEPS else len(self.steps) // 10)
 
@@ -157,8 +161,8 @@ class Regret:
     lost_seconds: npt.NDArray[np.float64]
 
     @staticmethod
-    def of(judged: Judged) -> Regret:
-        """Take points at even distances, and the last one."""
+    def of(judged: JudgedSteps) -> Regret:
+        """Take steps at even distances, and the last one."""
         places = np.unique(np.linspace(0, len(judged.steps) - 1, REGRET_POINTS).round().astype(np.int64))
         return Regret(places + 1, judged.regret_seconds()[places])
 
@@ -178,8 +182,8 @@ class Course:
     """The K that was the best one most often."""
 
     @staticmethod
-    def of(judged: Judged) -> Course:
-        """Divide the time from the first to the last step evenly."""
+    def of(judged: JudgedSteps) -> Course:
+        """Divide the time from the first to the last step into even parts."""
         arms = np.array(list(judged.goodput))
         best = arms[np.argmax(list(judged.goodput.values()), axis=0)]
         edges = np.linspace(judged.at[0], judged.at[-1], COURSE_PARTS, endpoint=False)
@@ -192,31 +196,3 @@ class Course:
             steps=np.array([np.bincount(judged.steps[part]).argmax() for part in parts]),
             best_steps=np.array([np.bincount(best[part]).argmax() for part in parts]),
         )
-
-
-# -- the figures of a run --
-
-
-class TimePerOutputToken(msgspec.Struct, frozen=True):
-    """Seconds per output token after the first, over the requests that ended; None if none did."""
-
-    mean: float | None
-    p99: float | None
-
-
-class Result(msgspec.Struct, frozen=True):
-    """One run, as it is written to the output file."""
-
-    policy: str
-    surface: str
-    load: float | None
-    concurrency: int | None
-    seed: int
-    tokens_per_second: float
-    time_per_output_token: TimePerOutputToken
-    reference_share: float
-    switches_per_100_steps: float
-    probe_switches_per_100_steps: float
-    exploration_loss: float
-    steps_to_95: int | None
-    steps: int

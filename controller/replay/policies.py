@@ -8,9 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from specpilot.controller.errors import ConfigError
+from specpilot.controller.neural_file import load_model
 from specpilot.policies.baselines import BatchTable, InformedGreedy, Truth
 from specpilot.policies.goodput import Goodput
 from specpilot.policies.interface import Policy
+from specpilot.policies.neural import Neural
 from specpilot.policies.static import Static
 from specpilot.policies.threshold import Threshold
 from specpilot.sglang_hooks.wire import Hello
@@ -47,9 +49,6 @@ def _batch_table(argument: str) -> Factory:
 
 
 def _neural(argument: str) -> Factory:
-    from specpilot.controller.neural_file import load_model
-    from specpilot.policies.neural import Neural
-
     if not argument:
         raise ValueError("the file of a model must follow the colon")
     model = load_model(Path(argument))
@@ -70,13 +69,13 @@ POLICIES: dict[str, Callable[[str], Factory]] = {
     "neural": _neural,
     "informed-greedy": partial(_without_argument, factory=lambda _hello, truth: InformedGreedy(truth)),
 }
-"""The controller's policies: from what follows the name and a colon to a factory, or ValueError."""
+"""The controller's policies by name; each makes a factory of what follows a colon, or raises ValueError."""
 
 SERVERS = {
     "none": "a server started without speculation",
     "sglang": "SGLang's own --speculative-adaptive",
 }
-"""What needs no controller: another server."""
+"""What needs no controller but a server of its own, and what that is."""
 
 
 def split_policies(words: Sequence[str]) -> list[str]:

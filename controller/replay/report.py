@@ -1,6 +1,6 @@
-"""The page of ``specpilot replay --report``: one HTML file with its tables and plots in it.
+"""What ``specpilot replay --report`` draws: one HTML page with its table and its plots in it.
 
-Needs matplotlib and Jinja2, which ``specpilot[demo]`` installs; nothing else imports this module.
+Needs matplotlib and Jinja2, which ``specpilot[demo]`` installs; only ``--report`` imports this module.
 The plots are SVG with text as text, in the colours of the page around them, light or dark.
 """
 
@@ -22,8 +22,8 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from specpilot.controller.replay.command import Examined, where_of
 from specpilot.controller.replay.judge import SKIPPED_STEPS
+from specpilot.controller.replay.result import Examined, load_in_words
 from specpilot.controller.simulation.named_surfaces import NamedSurface
 from specpilot.controller.statistics import mean_and_interval
 
@@ -67,10 +67,10 @@ class Plot:
     svg: Markup
 
 
-def write_report(found: Sequence[Examined], surface: NamedSurface, folder: Path) -> Path:
+def write_report(runs: Sequence[Examined], surface: NamedSurface, folder: Path) -> Path:
     """Write ``replay.html`` into ``folder`` and return its path."""
-    policies = list(dict.fromkeys(one.result.policy for one in found))
-    first = found[0].result
+    policies = list(dict.fromkeys(run.result.policy for run in runs))
+    first = runs[0].result
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("specpilot.controller.replay"),
         autoescape=True,
@@ -80,12 +80,12 @@ def write_report(found: Sequence[Examined], surface: NamedSurface, folder: Path)
     )
     page = environment.get_template(NAME).render(
         surface=surface,
-        where=where_of(first),
-        seeds=len({one.result.seed for one in found}),
-        best_fixed=best_fixed(found),
+        where=load_in_words(first),
+        seeds=len({run.result.seed for run in runs}),
+        best_fixed=best_fixed(runs),
         skipped=SKIPPED_STEPS,
-        rows=summary_rows(found, policies),
-        plots=list(plots(found, policies)),
+        rows=summary_rows(runs, policies),
+        plots=list(plots(runs, policies)),
         version=version("specpilot"),
     )
     path = folder / NAME
@@ -96,38 +96,38 @@ def write_report(found: Sequence[Examined], surface: NamedSurface, folder: Path)
 # -- the table --
 
 
-def by_seed(found: Sequence[Examined], policy: str, figure: str = "reference_share") -> dict[int, Any]:
+def by_seed(runs: Sequence[Examined], policy: str, figure: str = "reference_share") -> dict[int, Any]:
     """Return a policy's figure by seed."""
-    return {one.result.seed: getattr(one.result, figure) for one in found if one.result.policy == policy}
+    return {run.result.seed: getattr(run.result, figure) for run in runs if run.result.policy == policy}
 
 
-def best_fixed(found: Sequence[Examined]) -> str | None:
+def best_fixed(runs: Sequence[Examined]) -> str | None:
     """Return the fixed K with the highest mean share over the seeds; None if none was run."""
-    fixed = {one.result.policy for one in found if one.result.policy.startswith("static:")}
-    return max(sorted(fixed), key=lambda policy: np.mean(list(by_seed(found, policy).values())), default=None)
+    fixed = {run.result.policy for run in runs if run.result.policy.startswith("static:")}
+    return max(sorted(fixed), key=lambda policy: np.mean(list(by_seed(runs, policy).values())), default=None)
 
 
-def summary_rows(found: Sequence[Examined], policies: Sequence[str]) -> list[dict[str, str]]:
+def summary_rows(runs: Sequence[Examined], policies: Sequence[str]) -> list[dict[str, str]]:
     """Return the cells of each policy's row: means over the seeds, differences seed by seed."""
-    fixed = best_fixed(found)
+    fixed = best_fixed(runs)
     reference = "informed-greedy" if "informed-greedy" in policies else None
     rows = []
     for policy in policies:
-        shares = by_seed(found, policy)
+        shares = by_seed(runs, policy)
 
         def mean(figure: str, form: str, scale: float = 1.0, policy: str = policy) -> str:
-            values = list(by_seed(found, policy, figure).values())
+            values = list(by_seed(runs, policy, figure).values())
             return format(scale * float(np.mean(values)), form)
 
-        times = [one.result.time_per_output_token.mean for one in found if one.result.policy == policy]
+        times = [run.result.time_per_output_token.mean for run in runs if run.result.policy == policy]
         known = [seconds for seconds in times if seconds is not None]
-        until = [steps for steps in by_seed(found, policy, "steps_to_95").values() if steps is not None]
+        until = [steps for steps in by_seed(runs, policy, "steps_to_95").values() if steps is not None]
         rows.append(
             {
                 "policy": policy,
                 "share": _with_interval(list(shares.values()), signed=False),
-                "to_fixed": _difference(found, policy, fixed),
-                "to_reference": _difference(found, policy, reference),
+                "to_fixed": _difference(runs, policy, fixed),
+                "to_reference": _difference(runs, policy, reference),
                 "tokens": mean("tokens_per_second", ",.0f"),
                 "milliseconds": f"{1e3 * np.mean(known):.2f}" if len(known) == len(times) else "-",
                 "switches": mean("switches_per_100_steps", ".2f"),
@@ -139,10 +139,10 @@ def summary_rows(found: Sequence[Examined], policies: Sequence[str]) -> list[dic
     return rows
 
 
-def _difference(found: Sequence[Examined], policy: str, other: str | None) -> str:
+def _difference(runs: Sequence[Examined], policy: str, other: str | None) -> str:
     if other is None or other == policy:
         return "-"
-    own, its = by_seed(found, policy), by_seed(found, other)
+    own, its = by_seed(runs, policy), by_seed(runs, other)
     return _with_interval([own[seed] - its[seed] for seed in own], signed=True)
 
 
@@ -155,14 +155,14 @@ def _with_interval(shares: Sequence[float], signed: bool) -> str:
 # -- the plots --
 
 
-def plots(found: Sequence[Examined], policies: Sequence[str]) -> Iterator[Plot]:
+def plots(runs: Sequence[Examined], policies: Sequence[str]) -> Iterator[Plot]:
     """Draw everything, in the order of the page."""
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     with mpl.rc_context(_STYLE):
-        yield _regret(found, policies)
-        yield _course(found, policies)
-        yield _shares(found, policies)
-        yield _until_right(found, policies)
+        yield _regret(runs, policies)
+        yield _course(runs, policies)
+        yield _shares(runs, policies)
+        yield _until_right(runs, policies)
 
 
 def _styles(policies: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -176,12 +176,12 @@ def _styles(policies: Sequence[str]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _regret(found: Sequence[Examined], policies: Sequence[str]) -> Plot:
+def _regret(runs: Sequence[Examined], policies: Sequence[str]) -> Plot:
     figure = Figure(figsize=(_WIDTH, 4.2), layout="constrained")
     axes = figure.subplots()
     ends = []
     for policy, style in _styles(policies).items():
-        regrets = [one.regret for one in found if one.result.policy == policy]
+        regrets = [run.regret for run in runs if run.result.policy == policy]
         steps = np.linspace(0.0, min(regret.steps[-1] for regret in regrets), _GRID_POINTS)
         lost = np.array([np.interp(steps, [0, *regret.steps], [0.0, *regret.lost_seconds]) for regret in regrets])
         mean = lost.mean(axis=0)
@@ -200,16 +200,16 @@ def _regret(found: Sequence[Examined], policies: Sequence[str]) -> Plot:
     return _plot("Regret", f"{text}. Bands reach from the least to the most of the seeds.", figure)
 
 
-def shown_course(found: Sequence[Examined], policies: Sequence[str]) -> Examined:
+def shown_course(runs: Sequence[Examined], policies: Sequence[str]) -> Examined:
     """Return the run whose course is drawn: the first seed of goodput, or of what adapts, or of anything."""
     adapting = [policy for policy in policies if policy != "none" and not policy.startswith("static:")]
     shown = "goodput" if "goodput" in policies else next(iter([*adapting, *policies]))
-    return next(one for one in found if one.result.policy == shown)
+    return next(run for run in runs if run.result.policy == shown)
 
 
-def _course(found: Sequence[Examined], policies: Sequence[str]) -> Plot:
-    one = shown_course(found, policies)
-    course = one.course
+def _course(runs: Sequence[Examined], policies: Sequence[str]) -> Plot:
+    run = shown_course(runs, policies)
+    course = run.course
     figure = Figure(figsize=(_WIDTH, 5.4), layout="constrained")
     acceptance, batch, steps = figure.subplots(3, 1, sharex=True, height_ratios=[2, 2, 3])
     acceptance.step(course.at, course.acceptance, where="post", color=_COLOURS[2])
@@ -230,15 +230,15 @@ def _course(found: Sequence[Examined], policies: Sequence[str]) -> Plot:
     steps.margins(x=0)
     agreed = np.mean(course.steps == course.best_steps)
     text = (
-        f"Seed {one.result.seed} of {one.result.policy} over time: acceptance of a draft given those before it, "
+        f"Seed {run.result.seed} of {run.result.policy} over time: acceptance of a draft given those before it, "
         f"mean batch size, and the K applied most often beside the one that was best; they agree in "
         f"{100 * agreed:.0f} % of the time."
     )
     return _plot("One run over time", text, figure)
 
 
-def _shares(found: Sequence[Examined], policies: Sequence[str]) -> Plot:
-    values = [[100 * share for share in by_seed(found, policy).values()] for policy in policies]
+def _shares(runs: Sequence[Examined], policies: Sequence[str]) -> Plot:
+    values = [[100 * share for share in by_seed(runs, policy).values()] for policy in policies]
     figure = Figure(figsize=(_WIDTH, 0.9 + 0.4 * len(policies)), layout="constrained")
     axes = _dots(figure, policies, values)
     axes.set_xlabel("% of the best K in each state")
@@ -248,8 +248,8 @@ def _shares(found: Sequence[Examined], policies: Sequence[str]) -> Plot:
     return _plot("Share of the best K", text + ".", figure)
 
 
-def _until_right(found: Sequence[Examined], policies: Sequence[str]) -> Plot:
-    until = {policy: list(by_seed(found, policy, "steps_to_95").values()) for policy in policies}
+def _until_right(runs: Sequence[Examined], policies: Sequence[str]) -> Plot:
+    until = {policy: list(by_seed(runs, policy, "steps_to_95").values()) for policy in policies}
     values = [[float(steps) for steps in until[policy] if steps is not None] for policy in policies]
     figure = Figure(figsize=(_WIDTH, 0.9 + 0.4 * len(policies)), layout="constrained")
     axes = _dots(figure, policies, values)
@@ -302,7 +302,7 @@ def _plot(heading: str, text: str, figure: Any) -> Plot:
         f'<title id="{name}-title">{escape(heading)}</title><desc id="{name}-text">{escape(text)}</desc>'
     )
     referred = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
-    svg = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in referred else "", svg)
+    svg = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in referred else "", svg)
     svg = opening.sub(lambda _: head, svg, count=1)
     svg = svg.replace(_INK, "currentColor").replace(_RULE, "var(--rule)")
     return Plot(heading, text, Markup(svg))  # noqa: S704 - made by matplotlib from numbers and escaped names

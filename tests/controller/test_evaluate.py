@@ -11,7 +11,8 @@ import pytest
 from specpilot.controller.cli import main
 from specpilot.controller.config import SwitchbackConfig, TraceConfig
 from specpilot.controller.evaluate.command import EFFECT, EFFICIENCY, evaluate
-from specpilot.controller.replay.scenario import Run, Scenario, serve
+from specpilot.controller.replay.run import ReplayRun, serve
+from specpilot.controller.replay.scenario import Scenario
 from specpilot.controller.serve.switchback import Arm, Switchback, fallback_plan
 from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.controller.simulation.workload import generated_requests
@@ -88,7 +89,7 @@ class Exploring(Policy):
         return Plan(grid, (self._steps,) * 3, (frozenset[int](),) * 3, "", explore=explore, block_steps=4)
 
 
-def logged(policy: Policy, seconds: float, acceptance: float = 0.75) -> tuple[Run, Hello]:
+def logged(policy: Policy, seconds: float, acceptance: float = 0.75) -> tuple[ReplayRun, Hello]:
     """A server under changing load, run by the real hooks; what it is."""
     servers: list[Hello] = []
 
@@ -105,7 +106,7 @@ def logged(policy: Policy, seconds: float, acceptance: float = 0.75) -> tuple[Ru
     return serve("exploring", scenario, make), servers[0]
 
 
-def truth(run: Run, records: list[StepRecord], steps: int, acceptance: float = 0.75) -> float:
+def truth(run: ReplayRun, records: list[StepRecord], steps: int, acceptance: float = 0.75) -> float:
     """Tokens per second that K = ``steps`` was to earn in the states of ``logged``; switches left out."""
     surface = load_surface("moe").speculating
     lives = sum(len(one.accepted_drafts) - one.accepted_drafts.count(MASKED) for one in records)

@@ -22,8 +22,9 @@ from specpilot.controller.errors import ConfigError
 from specpilot.controller.fit.command import FitRequest, fit_command, read_fleet
 from specpilot.controller.fit.models import Fitted, _huber, _line, fit
 from specpilot.controller.fit.report import DOUBTFUL, LISTED_CELLS, Report, print_report
-from specpilot.controller.replay.judge import Judged
-from specpilot.controller.replay.scenario import GENERATED_REQUESTS, Scenario, serve
+from specpilot.controller.replay.judge import JudgedSteps
+from specpilot.controller.replay.run import serve
+from specpilot.controller.replay.scenario import GENERATED_REQUESTS, Scenario
 from specpilot.controller.serve.priors import PriorStore
 from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.controller.simulation.workload import Phase, generated_requests
@@ -251,7 +252,7 @@ def test_a_fitted_prior_starts_near_the_best_k_on_the_other_half(tmp_path: Path)
         half = Scenario(
             surface, requests[1000:], seconds, 2, concurrency=concurrency, acceptance=acceptance, steps=150 + 400
         )
-        judged = Judged.of(serve("goodput", half, lambda *_: Goodput(prior)).decodes, surface.speculating)
+        judged = JudgedSteps.of(serve("goodput", half, lambda *_: Goodput(prior)).decodes, surface.speculating)
         begin = judged.steps_to_95()
         assert begin is not None
         assert begin <= 150

@@ -14,9 +14,12 @@ import pytest
 
 from specpilot.controller.cli import main
 from specpilot.controller.replay import policies as replay_policies
-from specpilot.controller.replay.judge import Judged, Result
+from specpilot.controller.replay.in_process import InProcessAgent
+from specpilot.controller.replay.judge import JudgedSteps
 from specpilot.controller.replay.policies import ReplayError, parse_policy, split_policies
-from specpilot.controller.replay.scenario import InProcessAgent, Run, Scenario, at_rate, saturation, serve, simulate
+from specpilot.controller.replay.result import ReplayResult
+from specpilot.controller.replay.run import ReplayRun, saturation, serve, simulate
+from specpilot.controller.replay.scenario import Scenario, at_rate
 from specpilot.controller.simulation.clock import VirtualClock
 from specpilot.controller.simulation.gpu import Decode
 from specpilot.controller.simulation.named_surfaces import NamedSurface, load_surface, surface_names
@@ -86,7 +89,7 @@ def test_a_seed_repeats_itself(policy: str, loop: str, monkeypatch: pytest.Monke
         lambda argument: lambda hello, truth: policies.append(Recording()) or policies[-1],
     )
 
-    def run(seed: int) -> Run:
+    def run(seed: int) -> ReplayRun:
         if loop == "closed":
             return serve(policy, scenario(seed=seed, seconds=10.0))
         return serve(
@@ -299,7 +302,7 @@ def test_steps_to_95_counts_the_window() -> None:
     good, bad = decodes(3), decodes(0)
 
     def steps(*runs: list[Decode]) -> int | None:
-        return Judged.of([decode for run in runs for decode in run], surface).steps_to_95()
+        return JudgedSteps.of([decode for run in runs for decode in run], surface).steps_to_95()
 
     assert steps(good * 399) == 0
     assert steps(good * 398) is None
@@ -316,7 +319,7 @@ def test_steps_to_choose_goes_by_the_table_alone() -> None:
     good, bad, probes = decodes(3), decodes(0), decodes(0, held=3)
 
     def steps(begin: int, *runs: list[Decode]) -> int | None:
-        return Judged.of([decode for run in runs for decode in run], surface).steps_to_choose(begin)
+        return JudgedSteps.of([decode for run in runs for decode in run], surface).steps_to_choose(begin)
 
     assert steps(100, good * 100, bad * 30, probes * 60, good * 60) == 30
     assert steps(100, good * 100, bad * 30, decodes(3, held=0) * 8, bad * 20, good * 120) == 58
@@ -325,7 +328,7 @@ def test_steps_to_choose_goes_by_the_table_alone() -> None:
 
 def test_exploration_loss_is_time_against_the_held_k() -> None:
     surface = flat_surface().speculating
-    judged = Judged.of([*decodes(3, 3), *decodes(0, held=3)], surface)
+    judged = JudgedSteps.of([*decodes(3, 3), *decodes(0, held=3)], surface)
     needed = surface.decode_seconds(3, 4, 100.0) / acceptance_length(0.6, 3)
     lost = surface.decode_seconds(0, 4, 100.0) - needed
     assert judged.exploration_loss() == pytest.approx(lost / judged.seconds.sum())
@@ -521,7 +524,7 @@ def test_the_command_end_to_end(tmp_path: Path, loop: list[str], capsys: pytest.
 def test_requests_are_made_up_where_no_file_is_given(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert main(["replay", "--load", "0.2", "--policies", "static:1", "--seconds", "5", "--json", str(out)]) == 0
-    (result,) = msgspec.json.decode(out.read_bytes(), type=list[Result])
+    (result,) = msgspec.json.decode(out.read_bytes(), type=list[ReplayResult])
     assert (result.surface, result.load) == ("h200-sglang", 0.2)
 
 

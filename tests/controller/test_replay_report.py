@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from specpilot.controller.cli import main
-from specpilot.controller.replay.command import Examined
 from specpilot.controller.replay.judge import COURSE_PARTS, REGRET_POINTS, Course, Regret
 from specpilot.controller.replay.report import best_fixed, shown_course, summary_rows, write_report
-from specpilot.controller.replay.scenario import Scenario, examine, simulate
+from specpilot.controller.replay.result import Examined
+from specpilot.controller.replay.run import examine, simulate
+from specpilot.controller.replay.scenario import Scenario
 from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.controller.simulation.workload import generated_requests
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specpilot.controller.replay.judge import Judged
-from specpilot.controller.replay.scenario import Run, Scenario, examine, serve, simulate
+from specpilot.controller.replay.judge import JudgedSteps
+from specpilot.controller.replay.run import ReplayRun, examine, serve, simulate
+from specpilot.controller.replay.scenario import Scenario
 from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.controller.simulation.surface import acceptance_length
 from specpilot.controller.simulation.workload import Arrival, KeyedDraws, Phase, generated_requests
@@ -27,7 +28,7 @@ def scenario(surface: str, seconds: float, **changes: Any) -> Scenario:
     return Scenario(load_surface(surface), given.pop("requests"), seconds, given.pop("seed"), **given)
 
 
-def settled_share(judged: Judged, begin: int) -> float:
+def settled_share(judged: JudgedSteps, begin: int) -> float:
     rest = judged.between(begin)
     return float(rest.expected.sum() / rest.best.sum())
 
@@ -62,7 +63,7 @@ def test_resuming_is_charged_once_to_every_policy_alike() -> None:
     asked = scenario("h200-sglang", 10.0, decode_limits=limits, acceptance=0.6, resume_seconds=0.5)
     surface = asked.surface.speculating
 
-    def beyond(run: Run) -> list[float]:
+    def beyond(run: ReplayRun) -> list[float]:
         return [
             decode.seconds - surface.decode_seconds(decode.steps, decode.batch_size, decode.mean_context)
             for decode in run.decodes
@@ -87,7 +88,7 @@ def test_requests_with_acceptances_of_their_own() -> None:
     assert all(len(decode.acceptances) == decode.batch_size for decode in run.decodes)
     expected = sum(sum(acceptance_length(p, 3) for p in decode.acceptances) for decode in run.decodes)
     assert run.tokens == pytest.approx(expected, rel=0.02)
-    judged = Judged.of(run.decodes, load_surface("h200-sglang").speculating)
+    judged = JudgedSteps.of(run.decodes, load_surface("h200-sglang").speculating)
     assert judged.expected.sum() == pytest.approx(expected)
 
 

@@ -11,9 +11,11 @@ import pytest
 
 from specpilot.controller.cli import main
 from specpilot.controller.config import TraceConfig
-from specpilot.controller.replay.inference import Inferred, _Requests, infer
+from specpilot.controller.replay.inference.infer import Inferred, infer
+from specpilot.controller.replay.inference.requests import TracedRequests
 from specpilot.controller.replay.policies import ReplayError
-from specpilot.controller.replay.scenario import Run, Scenario, at_rate, examine, serve
+from specpilot.controller.replay.run import ReplayRun, examine, serve
+from specpilot.controller.replay.scenario import Scenario, at_rate
 from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.controller.simulation.workload import Phase, generated_requests
 from specpilot.controller.trace.writer import TraceWriter
@@ -49,7 +51,7 @@ class Trying(Policy):
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Scenario, Run, Path, list[StepRecord]]:
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Scenario, ReplayRun, Path, list[StepRecord]]:
     """An open loop near saturation whose text changes twice, recorded."""
     folder = tmp_path_factory.mktemp("trace")
     requests = at_rate(generated_requests(800, seed=3), 9.0, SECONDS)
@@ -66,11 +68,13 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Scenario, Run, P
 
 
 @pytest.fixture(scope="module")
-def inferred(recorded: tuple[Scenario, Run, Path, list[StepRecord]]) -> Inferred:
+def inferred(recorded: tuple[Scenario, ReplayRun, Path, list[StepRecord]]) -> Inferred:
     return infer([recorded[2]])
 
 
-def test_requests_are_found_again(recorded: tuple[Scenario, Run, Path, list[StepRecord]], inferred: Inferred) -> None:
+def test_requests_are_found_again(
+    recorded: tuple[Scenario, ReplayRun, Path, list[StepRecord]], inferred: Inferred
+) -> None:
     """Outputs exactly, prompts up to how many came together, arrivals within a step and a prefill."""
     scenario, _, _, records = recorded
     # A request of one token never decodes.
@@ -97,7 +101,9 @@ def test_acceptance_follows_the_text(inferred: Inferred) -> None:
     assert len(inferred.acceptance) >= 6
 
 
-def test_costs_are_found_again(recorded: tuple[Scenario, Run, Path, list[StepRecord]], inferred: Inferred) -> None:
+def test_costs_are_found_again(
+    recorded: tuple[Scenario, ReplayRun, Path, list[StepRecord]], inferred: Inferred
+) -> None:
     scenario, run, _, _ = recorded
     assert inferred.fitted is not None
     truth, fitted = scenario.surface.speculating, inferred.fitted.speculating
@@ -111,7 +117,7 @@ def test_costs_are_found_again(recorded: tuple[Scenario, Run, Path, list[StepRec
 
 @pytest.mark.parametrize("policy", ["static:0", "static:3", "threshold:16", "goodput"])
 def test_policies_earn_what_they_earn_on_the_server_itself(
-    policy: str, recorded: tuple[Scenario, Run, Path, list[StepRecord]], inferred: Inferred
+    policy: str, recorded: tuple[Scenario, ReplayRun, Path, list[StepRecord]], inferred: Inferred
 ) -> None:
     """Within 2.5 percentage points of the best K's share, and within 5 % of the tokens per second."""
     scenario = recorded[0]
@@ -123,7 +129,7 @@ def test_policies_earn_what_they_earn_on_the_server_itself(
 
 
 def test_the_command_says_that_it_is_model_based_and_what_was_inferred(
-    recorded: tuple[Scenario, Run, Path, list[StepRecord]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recorded: tuple[Scenario, ReplayRun, Path, list[StepRecord]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "out.json"
     arguments = ["replay", str(recorded[2]), "--policies", "none,static:3", "--seconds", "30", "--workers", "1"]
@@ -144,7 +150,7 @@ def test_the_command_says_that_it_is_model_based_and_what_was_inferred(
 
 def test_rows_under_overlap_tell_who_ended() -> None:
     """A (3 tokens) ends in step 1 and is masked in step 2; C takes the last row of step 3."""
-    requests = _Requests()
+    requests = TracedRequests()
     steps = [
         record(batch_size=2, accepted_drafts=[1, 3], truncated=[0], prefill_tokens=100, context_tokens=100),
         record(batch_size=2, accepted_drafts=[-1, 0], context_tokens=104),
@@ -163,7 +169,7 @@ def test_rows_under_overlap_tell_who_ended() -> None:
 
 
 def test_rows_without_overlap_leave_at_once() -> None:
-    requests = _Requests()
+    requests = TracedRequests()
     requests.take(record(batch_size=3, accepted_drafts=[1, 0, 2], truncated=[1], prefill_tokens=90), False, 0.0)
     requests.take(record(batch_size=2, accepted_drafts=[3, 0]), True, 0.1)
     requests.close()
@@ -172,7 +178,7 @@ def test_rows_without_overlap_leave_at_once() -> None:
 
 
 def test_missing_records_cost_identity_and_are_counted() -> None:
-    requests = _Requests()
+    requests = TracedRequests()
     requests.take(record(batch_size=3, accepted_drafts=[1, 0, 2]), False, 0.0)
     requests.take(record(batch_size=2, accepted_drafts=[3, 0]), False, 0.1)
     requests.close()

@@ -22,7 +22,7 @@ from specpilot.controller.config import (
     load_config,
 )
 from specpilot.controller.errors import ConfigError
-from specpilot.controller.replay.scenario import InProcessAgent
+from specpilot.controller.replay.in_process import InProcessAgent
 from specpilot.controller.serve.service import Service
 from specpilot.controller.serve.switchback import (
     CLAIM_PAIRS,

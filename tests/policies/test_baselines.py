@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from specpilot.controller.replay.scenario import Scenario, serve, simulate
+from specpilot.controller.replay.run import serve, simulate
+from specpilot.controller.replay.scenario import Scenario
 from specpilot.controller.simulation.clock import VirtualClock
 from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.controller.simulation.server import SimServer
@@ -63,7 +64,7 @@ def test_without_sglang_the_error_says_what_to_install(monkeypatch: pytest.Monke
 
 
 def test_the_sidecar_does_not_import_sglang() -> None:
-    code = "import specpilot.controller.replay.scenario, sys; assert not {'sglang', 'torch'} & set(sys.modules)"
+    code = "import specpilot.controller.replay.run, sys; assert not {'sglang', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -91,7 +92,7 @@ class Spy:
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
 def test_a_result_is_fed_as_sglang_feeds_it(overlap: bool) -> None:
     """Under overlap after the next launch, so the first result after a change is still of the old K."""
-    from specpilot.controller.replay.scenario import InProcessAgent
+    from specpilot.controller.replay.in_process import InProcessAgent
 
     spy = Spy()
     clock = VirtualClock()

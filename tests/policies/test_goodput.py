@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specpilot.controller.replay.scenario import Judged, Run, Scenario, serve, simulate
+from specpilot.controller.replay.judge import JudgedSteps
+from specpilot.controller.replay.run import ReplayRun, serve, simulate
+from specpilot.controller.replay.scenario import Scenario
 from specpilot.controller.simulation.named_surfaces import NamedSurface, load_surface
 from specpilot.controller.simulation.workload import generated_requests
 from specpilot.policies.goodput import Goodput
@@ -24,9 +26,9 @@ def scenario(surface: str | NamedSurface, concurrency: int, seconds: float, **ch
     return Scenario(named, REQUESTS, seconds, changes.pop("seed", 1), concurrency=concurrency, **changes)
 
 
-def share(run: Run, surface: NamedSurface, first: int, last: int | None = None) -> float:
+def share(run: ReplayRun, surface: NamedSurface, first: int, last: int | None = None) -> float:
     """Goodput of these decode steps, as a share of the best K's in each of their states."""
-    judged = Judged.of(run.decodes[first:last], surface.speculating)
+    judged = JudgedSteps.of(run.decodes[first:last], surface.speculating)
     return float(judged.expected.sum() / judged.best.sum())
 
 

@@ -15,7 +15,8 @@ from specpilot.controller.config import Config, ControllerConfig, NeuralPolicy, 
 from specpilot.controller.errors import ConfigError
 from specpilot.controller.neural_file import load_model, save_model
 from specpilot.controller.replay.policies import ReplayError, parse_policy
-from specpilot.controller.replay.scenario import Scenario, serve
+from specpilot.controller.replay.run import serve
+from specpilot.controller.replay.scenario import Scenario
 from specpilot.controller.serve.service import Service
 from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.controller.simulation.workload import Phase, generated_requests

@@ -4,10 +4,10 @@
           │                        ▲  │ steps, tables over ipc://
           └─────── starts ──► simulated server (``controller/simulation/server.py``, the real hooks)
 
-Here the two processes are started, followed and ended. What is shown live (``demo_view.py``),
-told (``demo_summary.py``) and drawn at the end (``demo_picture.py``) is read back from the
-trace that the controller writes, from its status and from its web page, as an operator would;
-the server only tells its totals.
+Here the two processes are started, followed and ended. What is shown live (``view.py``), told
+(``summary.py``) and drawn at the end (``picture.py``) is read back from the trace that the
+controller writes, from its status and from its web page, as an operator would; the server only
+tells its totals.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from rich.live import Live
 from rich.markup import escape
 
 from specpilot.controller.client.status import StatusError, fetch_status
-from specpilot.controller.demo.summary import DemoError, Run, print_summary
+from specpilot.controller.demo.run import DemoError, DemoRun
+from specpilot.controller.demo.summary import print_summary
 from specpilot.controller.demo.view import REFRESH_SECONDS, View
 from specpilot.controller.processes import end, terminable
 from specpilot.controller.simulation.totals import SimSummary
@@ -48,10 +49,10 @@ SEED = 1
 SERVER_ID = "demo:1"
 
 START_SECONDS = 30.0
-"""A loaded machine may take this long to start Python twice."""
+"""Seconds that a loaded machine may take to start Python twice."""
 EXIT_SECONDS = 10.0
 LOOK_SECONDS = 3600.0
-"""The page can be looked at for so long after the picture is drawn, on a terminal."""
+"""Seconds for which the page can be looked at after the picture is drawn, on a terminal."""
 LOG_LINES = 12
 
 _CONFIG = """\
@@ -112,8 +113,8 @@ def run_demo(seconds: float, json_path: Path | None, png_path: Path, keep: Path 
     return 0
 
 
-def _drawing() -> Callable[[Run, Path], None]:
-    """Return ``demo_picture.draw``; DemoError without matplotlib, which nothing else needs."""
+def _drawing() -> Callable[[DemoRun, Path], None]:
+    """Return ``picture.draw``; DemoError without matplotlib, which nothing else needs."""
     try:
         from specpilot.controller.demo.picture import draw
     except ImportError as error:
@@ -210,7 +211,7 @@ class _Processes:
             time.sleep(0.05)
         raise self._controller.failure("did not open its socket and its page")
 
-    def run(self, console: Console) -> Run:
+    def run(self, console: Console) -> DemoRun:
         """Follow the server until it ends, and return what it came to."""
         out = self._folder / "summary.json"
         server = self._start_server(self._seconds, out)
@@ -220,7 +221,7 @@ class _Processes:
         summary = msgspec.json.decode(out.read_bytes(), type=SimSummary)
         _await_trace(tail, summary.steps, self._controller)
         phases = Clients(self._seconds, random.Random(SEED)).workload.phases  # noqa: S311
-        return Run(self._seconds, summary, tail.steps, phases, self._learned(), view.policy)
+        return DemoRun(self._seconds, summary, tail.steps, phases, self._learned(), view.policy)
 
     def _learned(self) -> ServerView:
         """Return what the page shows of the server."""

@@ -19,12 +19,12 @@ from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 from matplotlib.transforms import blended_transform_factory
 from PIL import Image
 
-from specpilot.controller.demo.summary import (
+from specpilot.controller.demo.run import (
     MEAN_SECONDS,
     TOLD_BATCHES,
     DemoError,
+    DemoRun,
     Learned,
-    Run,
     crossing,
     idle_seconds,
     tokens_of,
@@ -43,7 +43,7 @@ _SUM = f"Tokens a request ÷ step {_TIMES_BATCH}; most wins"
 _TINTS = ("#f6f8fb", "#eef2f7")
 
 
-def draw(run: Run, path: Path) -> None:
+def draw(run: DemoRun, path: Path) -> None:
     """Draw a run as a PNG; DemoError if there is nothing to draw."""
     if not run.steps:
         raise DemoError("the trace holds no step, so there is nothing to draw")
@@ -105,7 +105,7 @@ def _plain(axis: Any) -> None:
 # -- over time --
 
 
-def _draw_run(figure: Any, run: Run, candidates: Sequence[int]) -> None:
+def _draw_run(figure: Any, run: DemoRun, candidates: Sequence[int]) -> None:
     box = (0.02, 0.045, 0.53, 0.855)
     _card(
         figure,
@@ -139,7 +139,7 @@ def _draw_run(figure: Any, run: Run, candidates: Sequence[int]) -> None:
     figure.align_ylabels(axes)
 
 
-def _times(run: Run) -> tuple[Any, Any]:
+def _times(run: DemoRun) -> tuple[Any, Any]:
     """Return begin and end of each step in seconds since the start; in a gap in between the server idled."""
     ends = np.array([step.time for step in run.steps]) - run.summary.started_at
     begins = np.concatenate([[ends[0] - run.steps[0].seconds], ends[:-1]])

@@ -13,14 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from specpilot.controller.client.status import StatusError, fetch_status
-from specpilot.controller.demo.summary import MEAN_SECONDS, colour, tokens_of
+from specpilot.controller.demo.colours import colour
+from specpilot.controller.demo.run import MEAN_SECONDS, tokens_of
 from specpilot.controller.serve.report import ServerStatus
 from specpilot.policies.knowledge import describe_gain
 from specpilot.sglang_hooks.wire import DecisionTable, StepRecord
 
 REFRESH_SECONDS = 0.25
 LEAST_TOP = 16
-"""Requests that the chart is high at least."""
+"""Requests that the top of the chart stands for at least."""
 STATUS_SECONDS = 0.5
 
 
@@ -53,7 +54,7 @@ class View:
                     self.policy = self._status.table.policy
 
     def tokens_per_second(self) -> float:
-        """Tokens of the last second that the trace knows."""
+        """Return the tokens of the last second that the trace knows."""
         since = self.steps[-1].time - MEAN_SECONDS if self.steps else 0.0
         tokens = 0
         for step in reversed(self.steps):

@@ -2,7 +2,7 @@
 
 Per-step estimates hold the logged states fixed. On a server they are not: faster steps make queues and
 batches smaller. That can only be simulated, so whatever comes from here is *model-based*: requests as far as
-a trace tells them (``replay_trace.py``), costs as fitted to all of its steps, one acceptance per window.
+a trace tells them (``controller/replay/inference``), costs as fitted to all of its steps, one acceptance per window.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ from rich.console import Console
 from specpilot.controller.config import TraceConfig
 from specpilot.controller.demo import command as demo
 from specpilot.controller.demo.picture import draw
-from specpilot.controller.demo.summary import DemoError, Run, crossing, explain
+from specpilot.controller.demo.run import DemoError, DemoRun, crossing
+from specpilot.controller.demo.summary import explain
 from specpilot.controller.demo.view import View
 from specpilot.controller.serve.report import ControllerStatus
 from specpilot.controller.simulation.totals import SimSummary
@@ -342,12 +343,12 @@ def test_a_picture_of_few_steps_can_be_drawn(tmp_path: Path) -> None:
     phases = (Phase(0.0, "code-like", 0.8),)
     for count in (1, 2):
         steps = [record(time=1000.5 + 0.01 * i, seconds=0.01 * i, launch_gap_seconds=0.0) for i in range(count)]
-        run = Run(1.0, summary, steps, phases, page(), "goodput")
+        run = DemoRun(1.0, summary, steps, phases, page(), "goodput")
         draw(run, tmp_path / "few.png")
         assert png_size(tmp_path / "few.png")[0] >= 1200
         assert explain(run).startswith("Nothing was learned in so short a time.")
     with pytest.raises(DemoError, match="holds no step"):
-        draw(Run(1.0, summary, [], phases, page(), "goodput"), tmp_path / "none.png")
+        draw(DemoRun(1.0, summary, [], phases, page(), "goodput"), tmp_path / "none.png")
 
 
 def test_what_was_learned_is_told_with_its_figures(tmp_path: Path) -> None:
@@ -363,7 +364,7 @@ def test_what_was_learned_is_told_with_its_figures(tmp_path: Path) -> None:
 
     steps = [record(time=1000.5 + 0.01 * i, seconds=0.01, launch_gap_seconds=0.0) for i in range(30)]
     known = page([cell(3, 1.5), cell(3, 1.6), cell(0, 3.0)], [8, 32, 64])
-    run = Run(1.0, summary, steps, (Phase(0.0, "code-like", 0.8),), known, "goodput")
+    run = DemoRun(1.0, summary, steps, (Phase(0.0, "code-like", 0.8),), known, "goodput")
     assert explain(run) == (
         "At 8 requests a step with 3 drafts takes 1.5 times as long as one without (15.0 instead of 10.0 ms) and makes "
         "2.0 times the tokens: 33 % more a second, so K=3. At 64 requests a step with 1 draft takes 2.0 times as long "

@@ -124,12 +124,12 @@ def wait_for_gpu() -> None:
 
 
 def _ask_for_steps(worker: None, batch: SimBatch) -> int:  # noqa: ARG001
-    """What SGLang does of interest inside ``forward_batch_generation``."""
+    """Stands in for SGLang's ``forward_batch_generation``, as far as the hooks notice."""
     return plugin._agent().policy.get_steps_for_batch(len(batch.reqs))
 
 
 def _verify(processor: None, batch: SimBatch, result: SimResult) -> None:  # noqa: ARG001
-    """What SGLang does of interest inside ``process_batch_result_decode``."""
+    """Stands in for SGLang's ``process_batch_result_decode``, as far as the hooks notice."""
     plugin._agent().policy.on_verify_complete(result.accepted, len(batch.reqs))
 
 

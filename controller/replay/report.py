@@ -30,10 +30,10 @@ from specpilot.controller.statistics import mean_and_interval
 NAME = "replay.html"
 
 _INK, _RULE = "#0a0b0c", "#0c0b0a"
-"""Stand for the page's own colours until the SVG is in it."""
+"""Placeholders for the page's own colours, until the SVG is in it."""
 
 _COLOURS = ("#3b82d6", "#c9760f", "#23936a", "#d6455d", "#8f63d2", "#1b93a6", "#c55a9d", "#7d838c")
-"""Each at least 3 : 1 against the page, light and dark."""
+"""Colours of the policies, each with a contrast of at least 3 : 1 against the page, light and dark."""
 _DASHES = ("-", "--", "-.", ":")
 _WIDTH = 6.6
 _GRID_POINTS = 150

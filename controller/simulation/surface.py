@@ -80,11 +80,11 @@ class LatencySurface:
         batch = self.padded(batch_size)
         if steps in self.curves:
             return _linear(self.curves[steps], batch)
-        known = sorted(self.curves)
-        above = bisect_left(known, steps)
-        if not 0 < above < len(known):
-            raise ValueError(f"no latency is known for {steps} steps, only for {known[0]} to {known[-1]}")
-        ends = tuple((k, _linear(self.curves[k], batch)) for k in known[above - 1 : above + 1])
+        measured = sorted(self.curves)
+        above = bisect_left(measured, steps)
+        if not 0 < above < len(measured):
+            raise ValueError(f"no latency is known for {steps} steps, only for {measured[0]} to {measured[-1]}")
+        ends = tuple((k, _linear(self.curves[k], batch)) for k in measured[above - 1 : above + 1])
         return _linear(ends, steps)
 
     def prefill_seconds(self, tokens: float) -> float:
@@ -119,8 +119,8 @@ H200_8B = LatencySurface(
 Decode: figures of one H200, 8B-shaped target with random weights, triton attention, SGLang
 0.5.17, 2026-11-29, single runs, illustrative. They are tokens/s at a simulated acceptance of
 0.7; seconds = batch size * acceptance length / tokens/s. K=1 at batch 256 was not measured.
-K=0 is the skip at the speed of plain decoding, which SGLang's own K=0 is not yet: measured,
-that was slower than every speculative setting (1972 tokens/s at batch 16, not 2947).
+K=0 is the skip at the speed of plain decoding, which SGLang's K=0, a width-1 verify, does not
+reach: measured, that was slower than every speculative setting (1972 tokens/s at batch 16, not 2947).
 
 Prefill: an estimate, not a measurement. 2 * 8e9 FLOP a token at half of the card's 989
 TFLOP/s (dense bf16), on top of what a decode step of one request takes.
@@ -177,7 +177,7 @@ class ContextSurface:
     costs: Mapping[int, Costs]
     """Costs by K."""
     factor: float = 1.0
-    """What prefills cost, as a multiple of the estimate of ``H200_8B``."""
+    """Cost of prefills as a multiple of the estimate of ``H200_8B``."""
     skip: str = "verify"
     """Kind of a step with K=0, as ``Hello.skip``."""
 
@@ -231,8 +231,8 @@ class ContextSurface:
 
 
 LEAST_OF_FIRST = 0.6
-"""Below the first measured context a step costs at least this share of what it costs there: the line
-through steep measurements would soon be below 0."""
+"""Least cost below the first measured context, as a share of the cost there: the line through steep
+measurements would soon be below 0."""
 
 
 def _segment(points: Sequence[float], x: float) -> tuple[int, float]:

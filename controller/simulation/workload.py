@@ -1,4 +1,4 @@
-"""What a simulated server is asked: requests over time, and how foreseeable their text is."""
+"""What a simulated server is asked: requests over time, and how many drafts of their text are accepted."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request to come: seconds after the start, and its lengths in tokens."""
+    """One request to come, with its lengths in tokens."""
 
     at: float
+    """Seconds after the start of the server."""
     prompt_tokens: int
     output_tokens: int
     acceptance: float | None = None
-    """Of its own text, whatever the time; None: the workload's."""
+    """Acceptance of the request's own text, whatever the time; None: the workload's."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """From ``start`` (seconds) on, each draft is accepted with ``acceptance`` given the ones before it."""
+    """A stretch of time with text of one kind."""
 
     start: float
+    """Seconds after the start of the server; a phase lasts until the next one starts."""
     name: str
     acceptance: float
+    """Probability that a draft is accepted given that those before it were."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +59,19 @@ class Decoding(Protocol):
     """A request as far as draws depend on it."""
 
     index: int
-    """In the order of arrival."""
+    """Place of the request in the order of arrival."""
     position: int
-    """Of the next output token."""
+    """Position of the next output token."""
 
 
 class Draws(Protocol):
     """Decides how many drafts of a step are accepted."""
 
     def accepted(self, request: int, position: int, steps: int, acceptance: float) -> int:
-        """Return how many of ``steps`` drafts for ``request`` are, the first at output ``position``."""
+        """Return how many of ``steps`` drafts for ``request`` are accepted, the first at output ``position``."""
 
     def accepted_each(self, requests: Sequence[Decoding], steps: int, acceptance: float) -> list[int]:
-        """Return for each request how many of its ``steps`` drafts are."""
+        """Return for each request how many of its ``steps`` drafts are accepted."""
 
 
 class SequentialDraws:
@@ -90,7 +93,7 @@ class SequentialDraws:
 
 
 class KeyedDraws:
-    """Every output position of every request has its one number, whoever asks, and however often.
+    """Every output position of every request has one random number, whoever asks, and however often.
 
     So two policies see the same texts (common random numbers): what one accepts at a position the
     other accepts too. A request's numbers are a stretch of one ring of 2^18, at a start of its own.
@@ -143,10 +146,10 @@ def _accepted_runs(ring: npt.NDArray[np.float64], acceptance: float, longest: in
     return runs
 
 
-# -- the demo's --
+# -- the clients of the demo --
 
 LEVELS = ((0.0, 2), (0.12, 8), (0.35, 24), (0.48, 64), (0.8, 8))
-"""Clients at a time, from that part of a cycle on."""
+"""(part of a cycle, clients): so many clients at a time from that part on."""
 CYCLE_SECONDS = 10.0
 RISE_SECONDS = 0.4
 
@@ -154,8 +157,8 @@ RISE_SECONDS = 0.4
 class Clients:
     """A closed loop: each client asks again once it has its answer, as long as so many are wanted.
 
-    About every 10 seconds 2 of them become 8, 24 and 64, and leave again. Code-like text, of which a draft
-    model foresees much (0.8), gives way to chat (0.55) and comes back.
+    About every 10 seconds 2 of them become 8, 24 and 64, and leave again. Code-like text, which a draft
+    model predicts well (0.8), gives way to chat (0.55) and comes back.
 
     >>> clients = Clients(20.0, random.Random(1))
     >>> [clients.wanted(at) for at in (0.0, 2.0, 6.0, 9.0, 10.0, 19.9, 20.0)]
@@ -199,14 +202,14 @@ class Clients:
         return Arrival(at, self._rng.randint(64, 256), int(self._rng.triangular(40, 400, 160)))
 
 
-# -- replay's --
+# -- the requests of a replay --
 
 ACCEPTANCE_BETWEEN = (0.3, 0.9)
 ACCEPTANCE_SECONDS = 60.0
 
 
 def acceptance_path(seconds: float, seed: int) -> tuple[Phase, ...]:
-    """Return an acceptance drawn anew every minute, evenly between 0.3 and 0.9; the longer path goes on alike."""
+    """Return an acceptance drawn again every minute, evenly between 0.3 and 0.9; a longer path begins the same."""
     rng = random.Random(f"acceptance {seed}")  # noqa: S311
     phases = math.ceil(seconds / ACCEPTANCE_SECONDS)
     return tuple(
@@ -219,7 +222,7 @@ def generated_requests(count: int, seed: int) -> list[Arrival]:
     """Return made-up requests, one a second on average, at a rate that changes at random times.
 
     Lengths are lognormal: prompts around 600 tokens, answers around 160, as those of chat are
-    roughly. The rate is drawn anew for every 200 requests, between a fifth of the mean and nearly
+    roughly. The rate is drawn again for every 200 requests, between a fifth of the mean and nearly
     twice it.
     """
     rng = random.Random(f"requests {seed}")  # noqa: S311

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from specpilot.sglang_hooks.wire import (
     StepRecord,
     encode,
 )
+from tests.support.waiting import PATIENCE, until
 
 
 class Peer:
@@ -42,7 +42,7 @@ class Peer:
     def __exit__(self, *_: object) -> None:
         self._context.destroy(linger=0)
 
-    def poll(self, seconds: float = 0.05) -> None:
+    def poll(self, seconds: float = 0.01) -> None:
         while self.socket.poll(int(seconds * 1000)):
             self.address, frame = self.socket.recv_multipart()
             message = self._decoder.decode(frame)
@@ -56,12 +56,9 @@ class Peer:
                 self.dropped = message.dropped
             seconds = 0.0
 
-    def until(self, done: Any, seconds: float = 10.0) -> None:
+    def until(self, done: Any, seconds: float = PATIENCE) -> None:
         """Receive until ``done()``; fail after ``seconds``."""
-        deadline = time.monotonic() + seconds
-        while not done():
-            assert time.monotonic() < deadline, "the hooks did not send what was waited for"
-            self.poll()
+        until(done, seconds, meanwhile=self.poll, what="what the hooks send")
 
     def hello(self) -> Hello:
         self.until(lambda: self.hellos)

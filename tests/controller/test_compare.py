@@ -23,7 +23,8 @@ from specpilot.controller.compare.report import cells
 from specpilot.controller.trace.reader import Segment, segments
 from specpilot.controller.trace.writer import records
 from specpilot.sglang_hooks.wire import SetRequest, StepRecord
-from tests.controller.test_service import Controller, until
+from tests.controller.test_service import Controller
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 SMALL = f"{sys.executable} -m tests.support.load_generator"

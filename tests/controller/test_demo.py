@@ -36,9 +36,9 @@ from specpilot.controller.trace.writer import TraceWriter
 from specpilot.controller.web.view import CellView, KView, ServerView
 from specpilot.policies.knowledge import Estimate
 from specpilot.sglang_hooks.wire import DecisionTable, StepRecord
-from tests.controller.test_service import until
 from tests.support.messages import hello, record
 from tests.support.snapshots import status
+from tests.support.waiting import until
 
 BLOCKER = """
 import sys

@@ -74,7 +74,8 @@ from specpilot.sglang_hooks.counters import COUNTERS
 from specpilot.sglang_hooks.settings import Settings
 from specpilot.sglang_hooks.skip import ATTENTION_BACKENDS, SkipMemory
 from specpilot.sglang_hooks.table_policy import TablePolicy
-from tests.controller.test_service import Controller, in_command, until
+from tests.controller.test_service import Controller, in_command
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 EAGLE = ["--model-path", "m", "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "d"]

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from specpilot.controller.serve.endpoint import Endpoint
 from specpilot.controller.serve.report import ControllerStatus, ServerStatus
 from specpilot.controller.serve.service import Service
 from specpilot.policies.interface import Grid, Plan, Policy
+from specpilot.policies.threshold import Threshold
 from specpilot.sglang_hooks.agent import Agent, ServerFacts
 from specpilot.sglang_hooks.settings import Settings
 from specpilot.sglang_hooks.table_policy import TablePolicy
@@ -41,13 +41,18 @@ from specpilot.sglang_hooks.wire import (
     FrameDecoder,
     Hello,
     HookState,
+    StatusReport,
+    StatusRequest,
     StepBatch,
     StepRecord,
     ToHook,
     encode,
 )
+from tests.faults import shifted
 from tests.support.messages import hello, record
+from tests.support.waiting import PATIENCE, until
 
+ROOT = Path(__file__).parents[2]
 THRESHOLD = '[policy]\nname = "threshold"\nthreshold = 5\nsteps = 3\nband = 1\n'
 
 
@@ -56,7 +61,7 @@ Agents = Callable[..., Agent]
 
 
 class Controller:
-    """``specpilot controller`` as an operator runs it."""
+    """``specpilot controller`` as an operator runs it, but for its clock, which can be set forward."""
 
     def __init__(self, folder: Path, policy: str = THRESHOLD, controller: str = "", trace: str = "") -> None:
         self.folder = folder
@@ -71,11 +76,19 @@ class Controller:
 
     def start(self) -> Controller:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "specpilot.controller.cli", "controller", "--config", str(self.config)],
+            [sys.executable, "-m", "tests.faults.shifted", "specpilot.controller.cli", "controller",
+             "--config", str(self.config)],
             stderr=(self.folder / "log").open("a"),
-        )
-        until(lambda: self.answers(), 20)
+            cwd=ROOT,
+            env=os.environ | {"SHIFT_FILE": str(self.folder / "shift")},
+        )  # fmt: skip
+        until(lambda: self.answers() or self.process.poll() is not None)  # type: ignore[union-attr]
+        assert self.process.poll() is None, self.log()[-2000:]
         return self
+
+    def goes_on(self, seconds: float) -> None:
+        """Let so much time pass for the controller, at once."""
+        shifted.shift_other(self.folder / "shift", "monotonic", seconds)
 
     def answers(self) -> bool:
         try:
@@ -85,7 +98,7 @@ class Controller:
         return True
 
     def status(self) -> ControllerStatus:
-        return fetch_status(self.endpoint)
+        return fetch_status(self.endpoint, PATIENCE)
 
     def server(self, key: str = "s/0") -> ServerStatus:
         """Wait for a server to be known and return its status."""
@@ -99,14 +112,7 @@ class Controller:
         assert self.process is not None
         self.process.send_signal(signal.SIGCONT)
         self.process.send_signal(how)
-        return self.process.wait(10)
-
-
-def until(done: Callable[[], object], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline, "what was waited for did not come"
-        time.sleep(0.02)
+        return self.process.wait(PATIENCE)
 
 
 @pytest.fixture
@@ -128,9 +134,13 @@ def agents() -> Iterator[Callable[..., Agent]]:
     made = []
 
     def factory(
-        endpoint: str, server_id: str = "s", candidates: tuple[int, ...] = (0, 1, 3), dp_rank: int = 0
+        endpoint: str,
+        server_id: str = "s",
+        candidates: tuple[int, ...] = (0, 1, 3),
+        dp_rank: int = 0,
+        stale_seconds: float = 1.0,
     ) -> Agent:
-        settings = Settings(endpoint=endpoint, min_table_interval_seconds=0.0, stale_seconds=1.0)
+        settings = Settings(endpoint=endpoint, min_table_interval_seconds=0.0, stale_seconds=stale_seconds)
         agent = Agent(settings, TablePolicy(settings, candidates, 3))
         agent.start(ServerFacts(server_id, dp_rank=dp_rank, dp_size=2))
         made.append(agent)
@@ -151,6 +161,20 @@ def passes(agent: Agent) -> None:
 def in_command(agent: Agent) -> bool:
     passes(agent)
     return agent.policy.source == DecisionSource.TABLE
+
+
+def lease_end(agent: Agent) -> float:
+    """Monotonic seconds until when the newest table may be in force, as the controller last said."""
+    assert agent._source is not None
+    return agent._source._mailbox.lease[1]
+
+
+def time_passes(controller: Controller, agent: Agent, seconds: float) -> None:
+    """Let so much time pass for the controller, and wait until it has done all that is due then."""
+    for _ in range(2):  # the first lease may have been on its way already
+        leased_until = lease_end(agent)
+        controller.goes_on(seconds / 2)
+        until(lambda leased_until=leased_until: lease_end(agent) > leased_until)  # the last thing in a turn
 
 
 def test_steps_in_table_out_and_status_tells_both(make: Make, agents: Agents) -> None:
@@ -212,30 +236,32 @@ def test_a_restarted_controller_goes_on_above_the_servers_epoch(how: int, make: 
     assert agent.policy.get_steps_for_batch(9) == 0
     controller.start()
     until(lambda: passes(agent) or (agent.policy.table is not None and agent.policy.table.epoch == 2))
-    time.sleep(0.5)
-    passes(agent)
-    assert agent.policy.table.epoch == 2  # one table, however often the server was asked who it is
     until(lambda: (server := controller.server()).records == 1 and server.records_lost == 0)
+    table = controller.server().table
+    assert table is not None
+    passes(agent)
+    # One table, however often the server was asked who it is.
+    assert table.epoch == agent.policy.table.epoch == agent._link.newest_epoch == 2  # type: ignore[union-attr]
 
 
 def test_a_stopped_controller_costs_the_lease_and_then_the_table(make: Make, agents: Agents) -> None:
     controller = make(controller="lease_seconds = 0.6").start()
-    agent = agents(controller.endpoint)
+    agent = agents(controller.endpoint, stale_seconds=1e6)
     until(lambda: in_command(agent))
-    time.sleep(1.5)
-    assert in_command(agent)  # renewed
+    first = lease_end(agent)
+    until(lambda: lease_end(agent) > first + 1.0 and in_command(agent))  # renewed
     assert controller.process is not None
     controller.process.send_signal(signal.SIGSTOP)
     until(lambda: passes(agent) or agent.policy.source == DecisionSource.STALE)
     assert agent.policy.get_steps_for_batch(9) == 0
+    assert agent._source is not None
+    agent._source._stale_seconds = 0.5
     until(lambda: passes(agent) or agent.policy.source == DecisionSource.FALLBACK)
     assert agent.policy.get_steps_for_batch(9) == 3
     controller.process.send_signal(signal.SIGCONT)
-    begun = time.monotonic()
     until(lambda: in_command(agent))  # with a new table, and no restart of the server
     assert agent.policy.table is not None
     assert agent.policy.table.epoch >= 2
-    assert time.monotonic() - begun < 10
 
 
 def test_a_second_controller_is_refused(make: Make) -> None:
@@ -257,24 +283,24 @@ def test_a_second_server_of_one_name_waits_until_the_first_is_gone(make: Make, a
     first = agents(controller.endpoint)
     until(lambda: in_command(first))
     second = agents(controller.endpoint)
-    until(lambda: "two servers call themselves" in controller.server().note, 20)
+    until(lambda: "two servers call themselves" in controller.server().note)
     passes(second)
     assert second.policy.source == DecisionSource.FALLBACK
     assert in_command(first)
     assert controller.log().count("two servers call themselves") == 1
     assert controller.status().refused_messages == 0
     first.stop()
-    until(lambda: in_command(second), 20)
+    until(lambda: in_command(second))
     assert controller.server().note == ""
 
 
 def test_the_note_about_a_second_server_goes_with_it(make: Make, agents: Agents) -> None:
     controller = make().start()
     first, second = agents(controller.endpoint), agents(controller.endpoint)
-    until(lambda: "two servers call themselves" in controller.server().note, 20)
+    until(lambda: "two servers call themselves" in controller.server().note)
     until(lambda: in_command(first) or in_command(second))
     (second if first.policy.source == DecisionSource.TABLE else first).stop()
-    until(lambda: controller.server().note == "", 20)
+    until(lambda: controller.server().note == "")
 
 
 def test_losses_are_counted_by_record_number(make: Make, agents: Agents) -> None:
@@ -300,8 +326,9 @@ def test_bad_messages_are_counted_and_hurt_nobody(make: Make, agents: Agents) ->
             stranger.send(frame)
         stranger.send_multipart([b"a", b"b"])
         until(lambda: controller.status().refused_messages == len(frames) + 1)
+        ended = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         stranger.send(b"\x01" * (MAX_MESSAGE_BYTES + 1))  # ZMQ drops this peer, and this peer only
-        time.sleep(0.3)
+        assert ended.poll(1000 * PATIENCE)
     agent._queue.put(record())
     until(lambda: controller.server().records == 1)
     assert in_command(agent)
@@ -359,7 +386,7 @@ def test_a_policy_that_fails_for_one_server_goes_on_for_the_others(
     until(lambda: service.turn() or passes(bad) or bad.policy.source == DecisionSource.FALLBACK)
     for _ in range(10):
         service.turn()
-    assert in_command(good)
+    until(lambda: service.turn() or in_command(good))
     notes = {server.server: server.note for server in service.status().servers}
     assert notes["good/0"] == ""
     assert "failed in learning from a step" in notes["bad/0"]
@@ -438,7 +465,7 @@ def test_a_prior_that_cannot_be_written_is_in_the_status(
         session.saved_at = float("-inf")
     service.turn()
     assert str(tmp_path / "prior") in service.status().prior_error
-    assert in_command(agent)
+    until(lambda: service.turn() or in_command(agent))
 
 
 def test_a_policy_that_learned_of_a_change_decides_at_once(learning: Callable[[], Service], agents: Agents) -> None:
@@ -482,15 +509,18 @@ def test_a_table_that_was_lost_or_given_up_is_sent_again_at_once(tmp_path: Path)
     )
     now = 100.0
     service = Service(config, clock=lambda: now)
-    decoder = FrameDecoder(ToHook)
+    decoder = FrameDecoder(ToHook | StatusReport)
 
     def epochs() -> list[int]:
-        for _ in range(3):
-            service.turn()
+        """Tables that are sent in answer to what was, and in the turn after that."""
         sent = []
-        while server.poll(0):
-            message = decoder.decode(server.recv())
-            sent += [message.epoch] if isinstance(message, DecisionTable) else []
+        for _ in range(2):
+            server.send(encode(StatusRequest()))
+            message: object = None
+            while not isinstance(message, StatusReport):
+                until(lambda: service.turn() or server.poll(0))
+                message = decoder.decode(server.recv())
+                sent += [message.epoch] if isinstance(message, DecisionTable) else []
         return sent
 
     with zmq.Context() as context, context.socket(zmq.DEALER) as server:
@@ -617,13 +647,35 @@ def test_status_says_what_is_missing(tmp_path: Path) -> None:
             fetch_status(f"ipc://{tmp_path}/c.ipc", 0.3)
 
 
-def test_policies_are_asked_only_so_often_and_tables_sent_only_when_they_differ(make: Make, agents: Agents) -> None:
-    controller = make(controller="decide_seconds = 0.05").start()
-    agent = agents(controller.endpoint)
-    until(lambda: in_command(agent))
-    time.sleep(1.0)
-    passes(agent)
+def test_policies_are_asked_only_so_often_and_tables_sent_only_when_they_differ(
+    tmp_path: Path, agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+
+    class Asked(Threshold):
+        def decide(self, server: Hello, now: float) -> Plan:
+            asked.append(now)
+            return super().decide(server, now)
+
+    monkeypatch.setattr("specpilot.controller.config.ThresholdPolicy.build", lambda self, prior=None: Asked(5, 3))
+    own = ControllerConfig(endpoint=f"ipc://{tmp_path}/c.ipc", decide_seconds=0.05)
+    now = 100.0
+    service = Service(
+        Config(controller=own, policy=ThresholdPolicy(5), trace=TraceConfig(directory="")), clock=lambda: now
+    )
+    agent = agents(own.endpoint)
+    until(lambda: service.turn() or in_command(agent))
+    asked.clear()
+    for _ in range(40):
+        now += 0.02
+        service._tend()
+    assert 10 <= len(asked) <= 16
+    leased_until = lease_end(agent)
+    now += own.lease_seconds
+    until(lambda: service.turn() or lease_end(agent) > leased_until)  # sent after all that was
     assert agent.state().counters["tables_received"] == 1
+    service.stop()
+    service.run()
 
 
 def test_status_starts_without_what_only_policies_need() -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,9 @@ from specpilot.controller.trace.info import trace_info
 from specpilot.policies.goodput import Goodput
 from specpilot.sglang_hooks.agent import Agent
 from specpilot.sglang_hooks.wire import SetRequest, StepBatch, encode
-from tests.controller.test_service import Agents, Make, agents, in_command, make, passes, until
+from tests.controller.test_service import Agents, Make, agents, in_command, make, passes, time_passes
 from tests.support.messages import hello, record
+from tests.support.waiting import until
 
 __all__ = ["agents", "make"]
 
@@ -155,7 +155,7 @@ def test_sighup_reads_the_file_again(make: Make, agents: Agents) -> None:
     stamp = controller.config.stat()
     controller.config.write_text(controller.config.read_text().replace("steps = 3", "steps = 1"))
     os.utime(controller.config, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # same inode, size and time
-    time.sleep(0.7)
+    time_passes(controller, agent, 60.0)
     assert steps_at(agent) == 3
     assert controller.process is not None
     controller.process.send_signal(signal.SIGHUP)
@@ -168,14 +168,15 @@ def test_a_pin_of_one_server_ends_by_itself(make: Make, agents: Agents) -> None:
     until(lambda: in_command(pinned) and in_command(other))
     assert set_it(controller, "policy.steps=1", "--server", "a").returncode == 0
     until(lambda: steps_at(pinned) == 1)
-    begun = time.monotonic()
-    pin = SetRequest({"policy.name": "static", "policy.steps": "0"}, "a", seconds=3.0)
+    pin = SetRequest({"policy.name": "static", "policy.steps": "0"}, "a", seconds=3000.0)
     report = change_settings(controller.endpoint, pin)
     assert origins(report, "a")["policy.steps"] == (0, "set for a time")
-    until(lambda: steps_at(pinned) == 0, 2.9)
+    until(lambda: steps_at(pinned) == 0)
     assert steps_at(other) == 3
+    time_passes(controller, pinned, 2000.0)
+    assert steps_at(pinned) == 0
+    controller.goes_on(1000.0)
     until(lambda: steps_at(pinned) == 1)
-    assert time.monotonic() - begun >= 2.9
     assert origins(change_settings(controller.endpoint, SetRequest({})), "a")["policy.steps"] == (1, "set")
 
 

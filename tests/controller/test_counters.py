@@ -37,6 +37,7 @@ from specpilot.sglang_hooks.settings import Settings
 from specpilot.sglang_hooks.table_policy import TablePolicy
 from specpilot.sglang_hooks.wire import MAX_TABLE_BYTES, WIRE_VERSION, DecisionSource, Lease, StepBatch, encode
 from tests.support.messages import hello, record, table
+from tests.support.waiting import until
 
 TIMES = 1000
 
@@ -96,14 +97,14 @@ class World:
             self.agent.apply(update)
 
     def until(self, done: Callable[[], object], serve: bool = True) -> None:
-        deadline = time.monotonic() + 20
-        while not done():
-            assert time.monotonic() < deadline, "what was waited for did not come"
+        def go_on() -> None:
             if serve:
                 self.service.turn()
             else:
                 time.sleep(0.01)
             self.passes()
+
+        until(done, meanwhile=go_on)
 
     def decode(self, width: int | None = None, quarantined: tuple[int, ...] = (), launch: bool = True) -> None:
         """One decode step, all drafts accepted."""

@@ -212,7 +212,7 @@ def test_under_overlap_a_result_is_settled_after_the_next_launch(server: Server)
     assert server.missing(again) == []
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck])
 @given(
     st.lists(
         st.one_of(

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 Found = TypeVar("Found")
 
-PATIENCE = 90.0
+PATIENCE = 120.0
 """Seconds after which a wait is given up. Only what hangs takes so long, however busy the machine is: it says nothing
 about how fast something must be."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from specpilot.controller.simulation.server import CANDIDATE_STEPS
 from specpilot.controller.simulation.surface import H200_8B
 from tests.support.messages import hello
 from tests.support.snapshots import learned
+from tests.support.waiting import PATIENCE, until
 
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 CHROMIUM_OPTIONS = [
@@ -51,7 +51,7 @@ class Rig:
     log: Path
 
     def status(self) -> ControllerStatus:
-        return fetch_status(self.endpoint, 5.0)
+        return fetch_status(self.endpoint, PATIENCE)
 
 
 @contextmanager
@@ -104,11 +104,11 @@ def _page(rig: Rig) -> bool:
 
 
 def _until(done: Any, rig: Rig) -> None:
-    deadline = time.monotonic() + 60.0
-    while not done():
-        assert time.monotonic() < deadline, f"what was waited for did not come: {rig.log.read_text()[-2000:]}"
-        assert rig.controller.poll() is None, rig.log.read_text()[-2000:]
-        time.sleep(0.05)
+    until(
+        lambda: rig.controller.poll() is not None or done(),
+        what=lambda: f"after {rig.log.read_text()[-2000:]}: what was waited for",
+    )
+    assert rig.controller.poll() is None, rig.log.read_text()[-2000:]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

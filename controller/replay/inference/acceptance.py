@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specpilot.controller.simulation.workload import Phase
-from specpilot.policies.models.acceptance import trials_of
+from specpilot.policies.models.trials import trials_of
 from specpilot.sglang_hooks.wire import StepRecord
 
 WINDOW_SECONDS, WINDOW_TRIALS = 20.0, 400

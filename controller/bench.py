@@ -1,6 +1,6 @@
 """``specpilot bench hook``: what Specpilot costs, measured on its real parts.
 
-The hooks of ``sglang_hooks/plugin.py`` run as SGLang would call them (launch N, then settle
+The hooks of ``sglang_hooks/step_hooks.py`` run as SGLang would call them (launch N, then settle
 N-1), around stand-ins for SGLang's own work that take no time, with the real link thread and
 a real controller process on the other end. What is timed is therefore what Specpilot adds.
 Between steps the thread does what SGLang's does while it waits for the GPU: it keeps its core
@@ -33,8 +33,9 @@ from rich.table import Table
 
 from specpilot.controller.simulation.batch import ForwardMode, SimBatch, SimResult
 from specpilot.controller.simulation.surface import H200_8B
-from specpilot.sglang_hooks import plugin
+from specpilot.sglang_hooks import step_hooks
 from specpilot.sglang_hooks.agent import Agent, ServerFacts
+from specpilot.sglang_hooks.installed import active_agent, installed
 from specpilot.sglang_hooks.settings import Settings
 from specpilot.sglang_hooks.table_policy import TablePolicy
 from specpilot.sglang_hooks.wire import DecisionTable, FrameDecoder, FromHook, Hello, StepRecord, encode
@@ -79,7 +80,7 @@ class HookDriver:
             ServerFacts(server_id, captured_batch_sizes=H200_8B.captured_batch_sizes, overlap=True),
             load=lambda: (0, 0, 0),
         )
-        plugin._installed.agent = self.agent
+        installed.agent = self.agent
         self._forward_iter = 0
         self._in_flight: tuple[SimBatch, SimResult] | None = None
         self._reqs: list[BenchRequest] = []
@@ -95,17 +96,17 @@ class HookDriver:
         batch = SimBatch(self._reqs, ForwardMode.DECODE, self._forward_iter, time.monotonic())  # type: ignore[arg-type]
         received: list[Any] = []
         begun = time.perf_counter()
-        plugin._after_pull_raw_reqs(received, None)
+        step_hooks.after_pull_raw_reqs(received, None)
         spent = time.perf_counter() - begun
         for update in received:
             self.agent.apply(update)
         begun = time.perf_counter()
-        steps = plugin._around_forward(_ask_for_steps, None, batch)
+        steps = step_hooks.around_forward(_ask_for_steps, None, batch)
         spent += time.perf_counter() - begun
         if self._in_flight is not None:
             settled, result = self._in_flight
             begun = time.perf_counter()
-            plugin._around_decode_result(_verify, None, settled, result)
+            step_hooks.around_decode_result(_verify, None, settled, result)
             spent += time.perf_counter() - begun
         accepted = [min(1, steps)] * len(self._reqs)
         result = SimResult(0.0, accepted, steps + 1, can_run_cuda_graph=True, num_correct_drafts_per_req_cpu=accepted)
@@ -115,7 +116,7 @@ class HookDriver:
     def stop(self) -> None:
         """End the link."""
         self.agent.stop()
-        plugin._installed.agent = None
+        installed.agent = None
 
 
 def wait_for_gpu() -> None:
@@ -125,12 +126,12 @@ def wait_for_gpu() -> None:
 
 def _ask_for_steps(worker: None, batch: SimBatch) -> int:  # noqa: ARG001
     """Stands in for SGLang's ``forward_batch_generation``, as far as the hooks notice."""
-    return plugin._agent().policy.get_steps_for_batch(len(batch.reqs))
+    return active_agent().policy.get_steps_for_batch(len(batch.reqs))
 
 
 def _verify(processor: None, batch: SimBatch, result: SimResult) -> None:  # noqa: ARG001
     """Stands in for SGLang's ``process_batch_result_decode``, as far as the hooks notice."""
-    plugin._agent().policy.on_verify_complete(result.accepted, len(batch.reqs))
+    active_agent().policy.on_verify_complete(result.accepted, len(batch.reqs))
 
 
 def bench_hook(json_path: Path | None, steps: int, memory_steps: int, console: Console) -> int:

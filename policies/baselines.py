@@ -18,7 +18,7 @@ from typing import Protocol
 
 from specpilot.policies.interface import Grid, Plan, Policy, PolicyError, require_candidate
 from specpilot.sglang_hooks.settings import Settings
-from specpilot.sglang_hooks.table_policy import Launch, TablePolicy
+from specpilot.sglang_hooks.table_policy import Decision, TablePolicy
 from specpilot.sglang_hooks.wire import DecisionSource, Hello
 
 DEFAULT_BATCH_TABLE = ((1, 5), (8, 3), (32, 1), (64, 0))
@@ -189,10 +189,10 @@ class SGLangAdaptive(TablePolicy):
         super().__init__(Settings(), candidates, initial, clock)
         self._params = params
 
-    def _decide(self, batch_size: int) -> Launch:
+    def _decide(self, batch_size: int) -> Decision:
         steps = self._params.get_steps_for_batch(batch_size)
         self.held_steps = steps
-        return Launch(self.forward_iter, steps, steps, steps, DecisionSource.FALLBACK, 0, -1, 1.0, -1)
+        return Decision(self.forward_iter, steps, steps, steps, DecisionSource.FALLBACK, 0, -1, 1.0, -1)
 
     def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
         """Feed SGLang's policy; K changes at the next launch."""

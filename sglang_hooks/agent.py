@@ -1,6 +1,6 @@
 """Everything of the plugin that lives in one scheduler process, whoever drives it.
 
-``plugin.py`` drives it from inside SGLang, ``controller/simulation/server.py`` from a simulated
+``step_hooks.py`` drives it from inside SGLang, ``controller/simulation/server.py`` from a simulated
 scheduler; both call the same methods at the same places of the loop:
 
     pull(received)         rank 0, once per receiving pass: table or source changes to broadcast

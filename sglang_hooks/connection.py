@@ -232,7 +232,7 @@ class Failure(NamedTuple):
         return "a client has no keys, or is none of specpilot"
 
 
-class Watch:
+class HandshakeMonitor:
     """Failed handshakes of one socket, and with ``ends`` the end of a connection; close it before the socket."""
 
     def __init__(self, socket: zmq.Socket[bytes], ends: bool = False) -> None:
@@ -262,7 +262,7 @@ class Watch:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> HandshakeMonitor:
         return self
 
     def __exit__(

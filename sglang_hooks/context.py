@@ -12,7 +12,7 @@ from typing import Any
 from specpilot.sglang_hooks.table_policy import TablePolicy
 
 REFRESH_PASSES = 256
-"""Forward passes after which lengths are read anew though the batch's members stayed.
+"""Forward passes after which lengths are read again though the batch's members stayed.
 
 In between their sum grows by the tokens of each result, which is the same number without
 looking at every request.

@@ -18,7 +18,7 @@ COUNTERS = {
     "tables_replayed": "",
     "messages_refused": "",
     "leases_ignored": "",
-    "link_rebuilds": "the connection to the controller ended and is made anew",
+    "link_rebuilds": "the connection to the controller ended and is made again",
     "link_failures": "",
     "handshakes_failed": "",
     "records_dropped": "step records are dropped, the controller does not read them fast enough",

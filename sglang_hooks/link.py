@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import zmq
 
-from specpilot.sglang_hooks.connection import HANDSHAKE_SECONDS, EndpointError, KeyFiles, Watch, connect
+from specpilot.sglang_hooks.connection import HANDSHAKE_SECONDS, EndpointError, HandshakeMonitor, KeyFiles, connect
 from specpilot.sglang_hooks.counters import Announcer
 from specpilot.sglang_hooks.table_policy import CompiledTable, TableError
 from specpilot.sglang_hooks.wire import (
@@ -69,7 +69,7 @@ BATCH_RECORDS = 32
 """Per frame: encoding holds the GIL, and 32 records at batch size 256 take it for about 70 us."""
 
 MAX_LEAP = 1 << 40
-"""Of the epoch from one table to the next: one lie must not use up the numbers that honest tables need."""
+"""Largest increment of the epoch accepted from one table to the next: a false one must leave numbers for others."""
 
 SEND_HIGH_WATER = 256
 """Frames ZMQ may hold for a controller that does not read: about 8,000 records."""
@@ -180,7 +180,7 @@ class Link(threading.Thread):
                     pass
                 return
             except Exception:  # out of file descriptors, say; until it is over the lease runs out by itself
-                self._count("link_failures", f"the link to {self._endpoint} failed and begins anew", exc_info=True)
+                self._count("link_failures", f"the link to {self._endpoint} failed and begins again", exc_info=True)
             finally:
                 if context is not None:
                     context.destroy(linger=0)
@@ -193,7 +193,7 @@ class Link(threading.Thread):
         A new one each time: after a frame that is too large, or not ZMTP, libzmq would not connect again.
         """
         self._refused_epoch = 0
-        with context.socket(zmq.DEALER) as socket, Watch(socket, ends=True) as watch:
+        with context.socket(zmq.DEALER) as socket, HandshakeMonitor(socket, ends=True) as watch:
             self._configure(socket)
             try:
                 connect(socket, self._endpoint, self._keys)
@@ -217,7 +217,7 @@ class Link(threading.Thread):
         socket.setsockopt(zmq.RECONNECT_IVL, int(RECONNECT_SECONDS * 1000))
         socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000))
 
-    def _serve(self, socket: zmq.Socket[bytes], watch: Watch) -> bool:
+    def _serve(self, socket: zmq.Socket[bytes], watch: HandshakeMonitor) -> bool:
         """Talk until the connection ends (False) or the thread does (True)."""
         next_state = next_hello = 0.0
         greeted = False

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sglang.srt.plugins.hook_registry import HookSource, HookType
+    from sglang.srt.plugins.hook_registry import HookSource
 
-Hook = tuple[str, Any, "HookType"]
-"""Dotted path of the target, what hooks it, and how."""
+Hook = tuple[str, Any, str]
+"""Dotted path of the target, what hooks it, and SGLang's kind of hook: BEFORE, AFTER, AROUND or REPLACE."""
 
 
 class PatchError(RuntimeError):
@@ -37,7 +37,7 @@ class Patch:
 
 def apply(hooks: Sequence[Hook], made: list[Patch]) -> None:
     """Register and apply ``hooks``, append to ``made``, and make sure that each is really in place: PatchError."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     owners = [pkgutil.resolve_name(target.rpartition(".")[0]) for target, _, _ in hooks]
     for owner, (target, _, _) in zip(owners, hooks, strict=True):
@@ -52,7 +52,7 @@ def apply(hooks: Sequence[Hook], made: list[Patch]) -> None:
             HookRegistry._patched.discard(target)
         name = target.rpartition(".")[2]
         patches.append(Patch(target, owner, name, inspect.getattr_static(owner, name), target in foreign))
-        HookRegistry.register(target, hook, kind, source=_source())
+        HookRegistry.register(target, hook, HookType[kind], source=_source())
     made.extend(patches)
     HookRegistry.apply_hooks()
     for target, others in foreign.items():

@@ -15,7 +15,7 @@ graphs captured earlier point into. Both are put in place for the time of one fo
 All of it runs on the forward stream, in the launching thread, without a look at the GPU.
 
 SGLang's versions differ here in little: names that are looked up once, in ``DecodeSkip``. What is
-known of them is written down in ``contract.SKIP``.
+known of them is written down in ``skip_uses.py``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import logging
 import time
 from typing import Any, NamedTuple
 
-from specpilot.sglang_hooks import contract
+from specpilot.sglang_hooks.contract import installed_moved
 from specpilot.sglang_hooks.resume import Resume
+from specpilot.sglang_hooks.skip_uses import SKIP
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ ATTENTION_BACKENDS = ("TritonAttnBackend", "FlashAttentionBackend")
 
 def version_reason() -> str:
     """Return why this SGLang's code is not what this module was written for, or ""."""
-    return "; ".join(contract.installed_moved(contract.SKIP))
+    return "; ".join(installed_moved(SKIP))
 
 
 def unsupported_reason(worker: Any) -> str:

@@ -35,7 +35,7 @@ class TableError(ValueError):
     """A decision table that must not be applied; the text says which field is wrong."""
 
 
-class Launch(NamedTuple):
+class Decision(NamedTuple):
     """What was decided for one forward pass, kept from its launch to its result."""
 
     forward_iter: int
@@ -215,7 +215,7 @@ class TablePolicy:
         self.decision_hash = 0
         self.completed_at = 0.0
         self.lease_expiries = self.fallbacks = self.steps_capped = 0
-        self._launches: deque[Launch] = deque(maxlen=_STASH)
+        self._launches: deque[Decision] = deque(maxlen=_STASH)
 
     # -- what SGLang's AdaptiveController calls --
 
@@ -254,13 +254,13 @@ class TablePolicy:
 
     # -- what the hooks and the broadcast call --
 
-    def _decide(self, batch_size: int) -> Launch:
+    def _decide(self, batch_size: int) -> Decision:
         table = self.table
         fallback = self._capped(self.fallback_steps, batch_size)
         if table is None or self.source == DecisionSource.HALTED:
             if fallback != self.fallback_steps:
                 self.steps_capped += 1
-            return Launch(self.forward_iter, fallback, fallback, fallback, self.source, 0, -1, 1.0, -1)
+            return Decision(self.forward_iter, fallback, fallback, fallback, self.source, 0, -1, 1.0, -1)
         choice = table.choose(
             batch_size,
             self.mean_context,
@@ -281,7 +281,7 @@ class TablePolicy:
         probability = choice.probability if proposed == choice.steps else 1.0
         block = choice.block if proposed == choice.steps else -1
         held = self._capped(choice.held, batch_size) if proposed == choice.steps else proposed
-        return Launch(
+        return Decision(
             self.forward_iter,
             fallback if self.shadow or table.shadow else proposed,
             proposed,
@@ -333,7 +333,7 @@ class TablePolicy:
         self.fallback_steps = steps
         self.halt_reason = reason
 
-    def take_launch(self, forward_iter: int) -> Launch | None:
+    def take_launch(self, forward_iter: int) -> Decision | None:
         """Return what was decided for ``forward_iter``, once; None if that was never asked."""
         launches = self._launches
         while launches:

@@ -22,10 +22,10 @@ WIRE_VERSION = 2
 MAX_MESSAGE_BYTES = 1 << 20
 """A StepBatch of 32 records at batch size 4096 is about 0.4 MB."""
 MAX_TABLE_BYTES = 256 << 10
-"""Of what a server is sent, which takes its interpreter's lock to decode: about 6 ms at worst. The largest
+"""Largest frame to a server, which decodes it under its interpreter's lock: about 6 ms at worst. The largest
 table, 512 x 8 cells with three alternatives each, is below 200 kB, a usual one a few kB."""
 MAX_REPORT_BYTES = 16 << 20
-"""Of a StatusReport, which only an operator's client reads: some 10 kB a server."""
+"""Largest StatusReport, which only an operator's client reads: some 10 kB a server."""
 
 MASKED = -1
 """In ``StepRecord.accepted_drafts``: a row whose request had already finished or was retracted, or whose draft
@@ -122,7 +122,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     time: Annotated[float, msgspec.Meta(ge=0, le=1e11)]
     """Host time of completion, seconds since the Unix epoch."""
     seconds: Seconds
-    """Since the completion of the previous decode step; 0 for the first."""
+    """Seconds since the completion of the previous decode step; 0 for the first."""
     batch_size: Count
     padded_batch_size: Count
     """Captured CUDA-graph size the batch was padded to; ``batch_size`` when it ran eagerly."""
@@ -150,7 +150,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cell: int
     """``batch_region * (len(context_edges) + 1) + context_region``; -1 without a table."""
     probability: Annotated[float, msgspec.Meta(ge=0, le=1)]
-    """Of having chosen ``proposed_steps`` in this cell."""
+    """Probability of having chosen ``proposed_steps`` in this cell."""
     block: int
     """Exploration block this step belongs to; -1 where the cell explores nothing."""
     previous_kind: int
@@ -161,7 +161,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prefill_tokens: int
     """Prompt tokens launched since the previous decode step."""
     launch_gap_seconds: Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
-    """Launch minus the previous decode completion; negative when overlap hid the launch."""
+    """Seconds from the previous decode completion to this launch; negative when overlap hid the launch."""
     after_idle: bool | None
     """The server had been idle; None where SGLang does not say (0.5.17)."""
     graph: bool
@@ -182,7 +182,7 @@ class HookState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
     instance: Name
     source: DecisionSource
     epoch: Count
-    """Of the table in force (0: none)."""
+    """Epoch of the table in force (0: none)."""
     confirmed_epoch: int
     """Newest epoch that every rank was seen to hold."""
     confirmed_ranks: int
@@ -254,9 +254,9 @@ class SetRequest(msgspec.Struct, frozen=True, array_like=True, tag="set?"):
     values: dict[Name, Name]
     """TOML values by dotted key; an empty one takes the key back."""
     server: Name = ""
-    """Whose; empty: of all servers."""
+    """Server that the change is for; empty: for all servers."""
     seconds: Seconds = 0.0
-    """Until it is undone; 0: until the controller restarts."""
+    """Seconds until the change is undone; 0: it holds until the controller restarts."""
     reset: bool = False
     """First take back what was set before for this server (without one: for all), with ``seconds`` only what was
     set for a time."""

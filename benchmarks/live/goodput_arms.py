@@ -130,7 +130,7 @@ class Arms:
     # -- what runs on the scheduler thread --
 
     def decide(self, lookup: Any, batch_size: int) -> Any:
-        from specpilot.sglang_hooks.table_policy import Launch
+        from specpilot.sglang_hooks.table_policy import Decision
         from specpilot.sglang_hooks.wire import DecisionSource
 
         policy = self.policy
@@ -143,7 +143,7 @@ class Arms:
             explored = int(launch.source == DecisionSource.TABLE and launch.steps != policy.held_steps)
         else:
             steps = arm if arm >= 0 else self.rule.get_steps_for_batch(batch_size)
-            launch = Launch(policy.forward_iter, steps, steps, steps, DecisionSource.FALLBACK, 0, -1, 1.0, -1)
+            launch = Decision(policy.forward_iter, steps, steps, steps, DecisionSource.FALLBACK, 0, -1, 1.0, -1)
             explored = 0
         self.launched[policy.forward_iter] = (block, arm, explored)
         return launch
@@ -211,9 +211,10 @@ def sglang_rule(candidates: Sequence[int], captured_batch_sizes: Sequence[int]) 
         for batch, tier in own.DEFAULT_ADAPTIVE_CONFIG.items()
     }  # fmt: skip
     # The plugin has put its own class in the place of SGLang's, whose parts are as they were.
-    from specpilot.sglang_hooks import plugin
+    from specpilot.sglang_hooks.installed import installed
+    from specpilot.sglang_hooks.uses import POLICY_CLASS
 
-    rule = next((p.original for p in plugin._installed.patches if p.target == plugin.POLICY_CLASS),
+    rule = next((p.original for p in installed.patches if p.target == POLICY_CLASS),
                 own.AdaptiveSpeculativeParams)  # fmt: skip
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(json.dumps(tiers))

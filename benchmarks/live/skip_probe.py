@@ -145,13 +145,13 @@ class Probe:
         self.arm = arm
         if arm == "none":
             return
-        from specpilot.sglang_hooks import plugin
+        from specpilot.sglang_hooks.installed import installed
 
         if self.skip is None:
-            self.skip = plugin._installed.skip
+            self.skip = installed.skip
             self.draft_runner = scheduler.draft_worker.draft_worker.draft_runner
             (self.folder / "skip.txt").write_text("verify" if self.skip is None else "decode")
-        plugin._installed.skip = self.skip if arm == "skip" else None
+        installed.skip = self.skip if arm == "skip" else None
         os.environ["SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"] = "0" if arm == "k0_warm" else "1"
 
     def publish_read_done(self) -> None:

@@ -137,10 +137,10 @@ class Conductor:
         return int(blocks[-1][0])
 
     def choose(self, steps: int) -> None:
-        from specpilot.sglang_hooks import plugin
+        from specpilot.sglang_hooks.installed import installed
 
-        if plugin._installed.agent is not None:
-            plugin._installed.agent.policy.fallback_steps = steps
+        if installed.agent is not None:
+            installed.agent.policy.fallback_steps = steps
 
     def completed(self, batch: Any, result: Any, now: float) -> None:
         before, at = self.previous
@@ -171,7 +171,7 @@ class Conductor:
     def state(self, scheduler: Any) -> None:
         import torch
 
-        from specpilot.sglang_hooks import plugin
+        from specpilot.sglang_hooks.installed import installed
 
         torch.cuda.synchronize()
         free, _ = torch.cuda.mem_get_info()
@@ -180,7 +180,7 @@ class Conductor:
             "allocated_mb": torch.cuda.memory_allocated() >> 20, "reserved_mb": torch.cuda.memory_reserved() >> 20,
             "free_mb": free >> 20, "kv_slots": scheduler.token_to_kv_pool_allocator.available_size(),
         }  # fmt: skip
-        agent, skip = plugin._installed.agent, plugin._installed.skip
+        agent, skip = installed.agent, installed.skip
         if agent is not None and agent.recorder is not None:
             found |= {
                 "rows_quarantined": agent.recorder.rows_quarantined,

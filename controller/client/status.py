@@ -26,8 +26,8 @@ from specpilot.controller.serve.report import (
 from specpilot.policies.knowledge import describe_gain
 from specpilot.sglang_hooks.connection import (
     EndpointError,
+    HandshakeMonitor,
     KeyFiles,
-    Watch,
     check_endpoint,
     connect,
     is_tcp,
@@ -92,7 +92,7 @@ def ask(
         check_endpoint(endpoint)
         if not is_tcp(endpoint) and not socket_path(endpoint).exists():
             raise StatusError(f"no controller at {endpoint}: start `specpilot controller`, or name its --endpoint")
-        with context.socket(zmq.DEALER) as socket, Watch(socket) as watch:
+        with context.socket(zmq.DEALER) as socket, HandshakeMonitor(socket) as watch:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPORT_BYTES)
             connect(socket, endpoint, keys)

@@ -31,8 +31,10 @@ from specpilot.sglang_hooks.connection import (
     read_keys,
     socket_path,
 )
-from specpilot.sglang_hooks.contract import ENTRY, HOOKS, RIG_VERSION, SKIP, TESTED_VERSIONS, installed_moved
+from specpilot.sglang_hooks.contract import RIG_VERSION, TESTED_VERSIONS, installed_moved
 from specpilot.sglang_hooks.settings import Settings, SettingsError
+from specpilot.sglang_hooks.skip_uses import SKIP
+from specpilot.sglang_hooks.uses import ENTRY, HOOKS
 from specpilot.sglang_hooks.wire import DecisionSource
 
 VERSIONS = Area("versions")

@@ -48,7 +48,7 @@ _SKIP = re.compile(
 )
 _DISABLED = re.compile(r"speculative_adaptive disabled: (.*?)\. Falling back")
 _VERIFY = re.compile(r"specpilot: K=0 stays SGLang's own verify of width 1 on this server: (.*)")
-_IN_PLACE = re.compile(r"specpilot: in place on rank")
+_IN_PLACE = re.compile(r"specpilot: plugin active on rank")
 _REFUSED = re.compile(
     r"(?<!\S)specpilot: ((?:this server does not adapt|no GPU memory left|SGLang \S+ is not one|this SGLang is not|"
     r"capturing the decode graphs|SPECPILOT_\w+\S* |a tree of draft tokens|the tree of this server).*)"

@@ -20,7 +20,7 @@ from specpilot.controller.errors import ConfigError
 from specpilot.controller.serve.keys import DOMAIN, REFUSED_NAMED, Authenticator, read_authorized
 from specpilot.sglang_hooks.connection import (
     EndpointError,
-    Watch,
+    HandshakeMonitor,
     check_folder,
     is_tcp,
     read_key_pair,
@@ -91,7 +91,7 @@ class Endpoint:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator: Authenticator | None = None
         self.socket = self._context.socket(zmq.ROUTER)
-        self._watch = Watch(self.socket)
+        self._watch = HandshakeMonitor(self.socket)
         try:
             self.socket.setsockopt(zmq.LINGER, 0)
             self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)

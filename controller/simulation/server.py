@@ -1,7 +1,7 @@
 """A simulated scheduler that runs the real hooks: SGLang's loop with only the GPU made up.
 
 ``SimServer`` holds a real ``Agent`` and ``TablePolicy`` and calls them at the places of SGLang's
-loop where ``sglang_hooks/plugin.py`` does: ``event_loop_overlap`` (launch step N, then settle step
+loop where ``sglang_hooks/step_hooks.py`` does: ``event_loop_overlap`` (launch step N, then settle step
 N-1) or ``event_loop_normal``. What the hooks must cope with is here: results that come one step
 late, requests that ended while their next step was in flight, accepted runs that pass a request's
 end, prefills between decodes. Around the loop:
@@ -223,7 +223,7 @@ class SimServer:
         batch.launch_ts = self._clock.now()
         batch.after_idle_gap = self._idled
         self._idled = False
-        # What follows is plugin.py's hook around forward_batch_generation.
+        # What follows is step_hooks.py's hook around forward_batch_generation.
         decode = batch.forward_mode.is_decode()
         self.agent.launching(batch)
         result = self._decode(batch) if decode else self._prefill(batch)
@@ -248,7 +248,7 @@ class SimServer:
                 req.first_token_at = self._elapsed()
                 self._emit(req, 1)
             return
-        # plugin.py's hook around process_batch_result_decode, and what is inside of it.
+        # step_hooks.py's hook around process_batch_result_decode, and what is inside of it.
         ended = self.agent.settling(batch)
         self._wait_for(result)
         result.num_correct_drafts_per_req_cpu = result.accepted

@@ -12,15 +12,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from specpilot.sglang_hooks import contract
-from specpilot.sglang_hooks.contract import ENTRY, HOOKS, RESULT, RUNNER, SCHEDULER, SKIP, Use, moved
+from specpilot.sglang_hooks import contract, uses
+from specpilot.sglang_hooks.contract import Use, moved
+from specpilot.sglang_hooks.installed import installed
+from specpilot.sglang_hooks.skip_uses import SKIP
 from specpilot.sglang_hooks.source import Function, Source, parameters
+from specpilot.sglang_hooks.uses import ENTRY, HOOKS, RESULT, RUNNER, SCHEDULER
 from tests.contract import wheels
 from tests.contract.wheels import VERSIONS, Edited, source
 
 ALL = ENTRY + HOOKS + SKIP
 NEWEST = VERSIONS[-1]
-WORKER_MODULE = contract.WORKER_MODULE
+WORKER_MODULE = uses.WORKER_MODULE
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -83,7 +86,7 @@ MOVES: list[tuple[str, str, tuple[str, str], str]] = [
         "sglang.srt.managers.utils",
         ("speculative_num_draft_tokens:", "num_draft_tokens:"),
         "utils.GenerationBatchResult: attribute speculative_num_draft_tokens is gone in SGLang 0.5.24, "
-        "used by sglang_hooks/plugin.py, sglang_hooks/agent.py, sglang_hooks/recorder.py",
+        "used by sglang_hooks/step_hooks.py, sglang_hooks/agent.py, sglang_hooks/recorder.py",
     ),
     (
         "a member of an enumeration is gone",
@@ -156,7 +159,7 @@ def test_another_order_is_told_from_another_number() -> None:
 def test_a_limit_on_versions_is_needed(use: Use) -> None:
     """Outside of its versions it does not hold: otherwise a version that loses it would not be noticed."""
     everywhere = Use(use.target, use.by, use.forms, use.does, use.has)
-    outside = [version for version in VERSIONS if not contract._applies(use, version)]
+    outside = [version for version in VERSIONS if not contract.applies(use, version)]
     assert outside
     assert all(moved((everywhere,), source(version), version) for version in outside)
 
@@ -165,7 +168,7 @@ def test_every_form_is_that_of_a_supported_version() -> None:
     found: dict[Use, set[str]] = {use: set() for use in sorted(ALL, key=lambda use: use.target.split(".")) if use.forms}
     for version in VERSIONS:
         for use, forms in found.items():
-            if contract._applies(use, version):
+            if contract.applies(use, version):
                 node = source(version).find(use.target)
                 assert isinstance(node, Function)
                 forms.add(" ".join(parameters(node)))
@@ -179,13 +182,13 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "scheduler": (SCHEDULER,),
     "args": ("sglang.srt.server_args.ServerArgs", "Model", "Spec", "Serving", "Parallel"),
     "ranks": ("Parallel", "ParallelState"),
-    "batch": (contract.BATCH,),
-    "part": (contract.BATCH,),
-    "req": (contract.REQ,),
-    "last_req": (contract.REQ,),
+    "batch": (uses.BATCH,),
+    "part": (uses.BATCH,),
+    "req": (uses.REQ,),
+    "last_req": (uses.REQ,),
     "result": (RESULT,),
-    "worker": (contract.WORKER,),
-    "draft_worker": (contract.DRAFT_WORKER, contract.EAGLE_DRAFT),
+    "worker": (uses.WORKER,),
+    "draft_worker": (uses.DRAFT_WORKER, uses.EAGLE_DRAFT),
     "runner": (RUNNER,),
     "target": (RUNNER,),
     "info": ("EagleDraftInput",),
@@ -223,7 +226,7 @@ def written_down(owner: str, file: str) -> set[str]:
 def reads() -> Iterator[tuple[str, str, str]]:
     """(file, name, attribute) of everything read or set on an object of SGLang."""
     for file, tree in TREES.items():
-        if file in ("source.py", "contract.py"):
+        if file in ("source.py", "contract.py", "uses.py", "skip_uses.py"):
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -275,15 +278,13 @@ REEXPORTED = {
 }
 
 
+@pytest.mark.sglang
 def test_every_hooked_function_is_written_down() -> None:
-    """The plugin names its targets by the contract's constants; each must have its form there."""
-    text = (FOLDER / "plugin.py").read_text()
-    hooked = re.findall(r'\(f"\{(\w+)\}\.(\w+)", _\w+, HookType', text)
-    assert len(hooked) > 15
+    """Each must have its form there, but for the class that is replaced."""
+    from specpilot.sglang_hooks import plugin
+
     with_forms = {use.target for use in ALL if use.forms}
-    assert [
-        target for owner, name in hooked if (target := f"{getattr(contract, owner)}.{name}") not in with_forms
-    ] == []
+    assert [target for target in plugin.targets() if target not in with_forms] == [uses.POLICY_CLASS]
 
 
 # -- the fakes of the other tests are no richer than SGLang --
@@ -333,7 +334,7 @@ def test_what_moved_ends_the_start_though_the_version_is_allowed(monkeypatch: py
     assert "\n" not in text
     assert "AdaptiveSpeculativeParams.__init__: parameter cfg_path is gone in SGLang 0.5.24" in text
     assert "install one of 0.5.20, 0.5.21, 0.5.22, 0.5.23, or unset SPECPILOT_ENDPOINT" in text
-    assert plugin._installed.patches == []
+    assert installed.patches == []
 
 
 def test_the_package_asks_for_the_tested_versions() -> None:

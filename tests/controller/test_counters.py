@@ -30,9 +30,10 @@ from specpilot.controller.serve.counters import CONTROLLER_COUNTERS, SERVER_COUN
 from specpilot.controller.serve.report import ControllerStatus
 from specpilot.controller.serve.service import HELD_MESSAGES, Service
 from specpilot.sglang_hooks import link as link_module
-from specpilot.sglang_hooks import plugin
+from specpilot.sglang_hooks import skip_hooks
 from specpilot.sglang_hooks.agent import Agent, ServerFacts
 from specpilot.sglang_hooks.counters import COUNTERS
+from specpilot.sglang_hooks.installed import installed
 from specpilot.sglang_hooks.settings import Settings
 from specpilot.sglang_hooks.table_policy import TablePolicy
 from specpilot.sglang_hooks.wire import MAX_TABLE_BYTES, WIRE_VERSION, DecisionSource, Lease, StepBatch, encode
@@ -220,11 +221,11 @@ def decode(world: World) -> None:
 
 
 def own_k0(world: World) -> None:
-    plugin._installed.agent, worker = world.agent, SimpleNamespace()
+    installed.agent, worker = world.agent, SimpleNamespace()
     for step in range(TIMES):
         batch = Batch(step)
-        plugin._around_build_trivial_verify_input(lambda *_: SimpleNamespace(draft_token=None), worker, batch)
-    plugin._installed.agent = None
+        skip_hooks.around_build_trivial_verify_input(lambda *_: SimpleNamespace(draft_token=None), worker, batch)
+    installed.agent = None
 
 
 ON_THE_SCHEDULER_THREAD: dict[str, tuple[Callable[[World], None], dict[str, Any]]] = {

@@ -67,7 +67,7 @@ from specpilot.controller.doctor.startup import (
 from specpilot.controller.serve.counters import CONTROLLER_COUNTERS, SERVER_COUNTERS
 from specpilot.controller.serve.endpoint import Endpoint
 from specpilot.controller.serve.keys import make_keys
-from specpilot.sglang_hooks import plugin
+from specpilot.sglang_hooks import skip_hooks, step_hooks
 from specpilot.sglang_hooks.agent import Agent, ServerFacts
 from specpilot.sglang_hooks.connection import KeyFiles
 from specpilot.sglang_hooks.counters import COUNTERS
@@ -750,7 +750,7 @@ STATES = (
     "[2026-11-30 00:13:40 TP0] Built adaptive runtime state steps=0: elapsed=3.25s, mem=0.40GB\n"
     "[2026-11-30 00:13:50 TP0] Built adaptive runtime state steps=5: elapsed=9.00s, mem=1.10GB\n"
 )
-IN_PLACE = "[2026-11-30 00:14:00 TP0] specpilot: in place on rank 0 (control, candidate steps [0, 3, 5])\n"
+IN_PLACE = "[2026-11-30 00:14:00 TP0] specpilot: plugin active on rank 0 (control, candidate steps [0, 3, 5])\n"
 
 
 def logged(function: Any, begins: str) -> str:
@@ -761,7 +761,7 @@ def logged(function: Any, begins: str) -> str:
 
 
 def skip_line(memory: SkipMemory) -> str:
-    text = logged(plugin._after_init_cuda_graphs, "specpilot: K=0 is a plain decode step")
+    text = logged(skip_hooks.after_init_cuda_graphs, "specpilot: K=0 is a plain decode step")
     return "[2026-11-30 00:13:58 TP0] " + text % memory + "\n"
 
 
@@ -859,7 +859,7 @@ def test_the_lines_are_those_of_this_sglang() -> None:
     assert '"Falling back to static' in hook
     assert "max_running_requests=48" in hook
     assert 'logger.info(f"server_args={' in (srt / "entrypoints" / "engine.py").read_text()
-    assert "specpilot: in place on rank" in inspect.getsource(plugin)
+    assert "specpilot: plugin active on rank" in inspect.getsource(step_hooks)
 
 
 # -- GPU memory --

@@ -36,7 +36,6 @@ import zmq
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.recv_skipper import SchedulerRecvSkipper
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
@@ -45,9 +44,10 @@ from specpilot.controller.simulation.server import SimServer
 from specpilot.controller.simulation.surface import H200_8B
 from specpilot.controller.simulation.workload import Phase, Workload
 from specpilot.sglang_hooks import agent as agent_module
-from specpilot.sglang_hooks import plugin
+from specpilot.sglang_hooks import plugin, step_hooks
 from specpilot.sglang_hooks.agent import Agent
 from specpilot.sglang_hooks.broadcast import PolicyUpdate
+from specpilot.sglang_hooks.installed import installed
 from specpilot.sglang_hooks.link import Mailbox
 from specpilot.sglang_hooks.settings import Settings
 from specpilot.sglang_hooks.table_policy import TablePolicy
@@ -372,7 +372,7 @@ _pulled = _Pulled()
 
 def _after_pull(received: list[Any] | None, receiver: Any) -> None:
     _pulled.passes += 1
-    plugin._after_pull_raw_reqs(received, receiver)
+    step_hooks.after_pull_raw_reqs(received, receiver)
 
 
 def serve(rank: int, spec: Spec) -> None:
@@ -384,9 +384,9 @@ def serve(rank: int, spec: Spec) -> None:
     settings = Settings(endpoint=spec.endpoint, **spec.settings)
     agent_module.Mailbox = WatchedMailbox  # type: ignore[misc]
     agent = Agent(settings, TablePolicy(settings, [0, 1, 3], 3))
-    plugin._installed.agent = agent
+    installed.agent = agent
     receiver = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
-    plugin._install([(f"{receiver}._pull_raw_reqs", _after_pull, HookType.AFTER)])
+    plugin.install([(f"{receiver}._pull_raw_reqs", _after_pull, "AFTER")])
     put = agent._queue.put
 
     def remember(record: Any) -> None:

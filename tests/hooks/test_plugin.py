@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import zmq
 
-from specpilot.sglang_hooks import plugin
+from specpilot.sglang_hooks import plugin, uses
 from specpilot.sglang_hooks.broadcast import PolicyUpdate
+from specpilot.sglang_hooks.contract import RIG_VERSION
+from specpilot.sglang_hooks.installed import Installed, installed
 from specpilot.sglang_hooks.settings import SettingsError
-from specpilot.sglang_hooks.table_policy import CompiledTable
+from specpilot.sglang_hooks.table_policy import CompiledTable, TablePolicy
 from specpilot.sglang_hooks.wire import DecisionSource
 from tests.support.messages import table
 from tests.support.peers import Peer
@@ -31,27 +33,7 @@ from sglang.srt.speculative import adaptive_spec_params, eagle_worker_v2  # noqa
 
 from tests.support import sglang_rig as rig  # noqa: E402
 
-TARGETS = [
-    "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams",
-    "sglang.srt.managers.scheduler.Scheduler.maybe_init_draft_worker",
-    "sglang.srt.managers.scheduler.Scheduler.init_model_worker",
-    "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher",
-    "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs",
-    "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",
-    "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.forward_batch_generation",
-    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_decode",
-    "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.apply_runtime_state",
-    "sglang.srt.speculative.base_spec_worker.EagleDraftWorkerBase._rebuild_topk1_chain_buffers",
-    "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2._build_trivial_verify_input",
-    "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.init_cuda_graphs",
-    "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.verify",
-    "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2._stub_skipped_draft_extend",
-    "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker._draft_extend_for_decode",
-    "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.draft",
-    "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker._draft_extend_for_prefill",
-    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",
-    "sglang.srt.managers.schedule_batch.Req.owned_kv_len",
-]
+TARGETS = plugin.targets()
 
 
 def attributes() -> dict[str, Any]:
@@ -103,13 +85,13 @@ def loop(request: pytest.FixtureRequest, active: None, config: str) -> Iterator[
 
 
 def test_every_target_is_found_patched_and_put_back(active: None, config: str) -> None:
-    patched_early = {patch.target for patch in plugin._installed.patches}
+    patched_early = {patch.target for patch in installed.patches}
     rig.FakeGpuWorker(3, config, accept=lambda batch, steps: [])
-    assert {patch.target for patch in plugin._installed.patches} == set(TARGETS)
+    assert {patch.target for patch in installed.patches} == set(TARGETS)
     assert patched_early == set(TARGETS[:3])
     assert set(TARGETS) <= HookRegistry._patched
     hooked = attributes()
-    assert issubclass(hooked[TARGETS[0]], plugin.TablePolicy)
+    assert issubclass(hooked[TARGETS[0]], TablePolicy)
     assert eagle_worker_v2.AdaptiveSpeculativeParams is hooked[TARGETS[0]]
     for target in TARGETS[1:]:
         assert hooked[target].__wrapped__.__name__ == target.rsplit(".", 1)[1]
@@ -127,7 +109,7 @@ def test_uninstall_leaves_sglang_as_it_was(peer: Peer, monkeypatch: pytest.Monke
     assert attributes() == before
     assert eagle_worker_v2.AdaptiveSpeculativeParams is adaptive_spec_params.AdaptiveSpeculativeParams
     assert not HookRegistry._patched.intersection(TARGETS)
-    assert not logging.getLogger(plugin.WORKER_MODULE).filters
+    assert not logging.getLogger(uses.WORKER_MODULE).filters
 
 
 def test_hooks_of_another_plugin_on_the_same_target_stay(
@@ -165,7 +147,7 @@ def test_steps_stream_out_and_a_table_changes_the_steps_that_follow(loop: rig.Lo
     loop.reqs = [rig.request("a", 100, 400), rig.request("b", 50, 400)]
     for _ in range(10):
         loop.step()
-    peer.send_table(table(epoch=1, steps=0), wait=plugin._installed.agent)
+    peer.send_table(table(epoch=1, steps=0), wait=installed.agent)
     for _ in range(10):
         loop.step()
     assert loop.worker.applied == [3] * 10 + [0] * 10
@@ -184,7 +166,7 @@ def test_steps_stream_out_and_a_table_changes_the_steps_that_follow(loop: rig.Lo
     ]
     assert [r.forwards for r in records[1:]] == [1] * (len(records) - 1)
     assert all(r.seconds > 0 for r in records[1:])
-    agent = plugin._installed.agent
+    agent = installed.agent
     assert (agent.recorder.join_misses, agent.recorder.steps_mismatched, agent.failures) == (0, 0, 0)
 
 
@@ -212,7 +194,7 @@ def test_retractions_are_in_the_next_record(loop: rig.Loop, peer: Peer) -> None:
 def test_joins_hold_while_tables_land_between_launch_and_result(loop: rig.Loop, peer: Peer) -> None:
     """Learning uses what was applied: every table lands after a launch, before that step's result."""
     peer.hello()
-    agent = plugin._installed.agent
+    agent = installed.agent
     loop.reqs = [rig.request(str(i), 10 + i, 10_000) for i in range(3)]
     asked = []
     for epoch in range(1, 200):
@@ -253,7 +235,7 @@ def test_a_recording_that_fails_on_rank_0_changes_no_decision(
 ) -> None:
     """Decisions depend on the context; if it stopped on rank 0 alone, the ranks would part."""
     peer.hello()
-    agent = plugin._installed.agent
+    agent = installed.agent
     peer.send_table(table(epoch=1, choice=[3, 0], keep=[[], []], context_edges=[140]), wait=agent)
     loop.reqs = [rig.request("a", 100, 1000)]
     monkeypatch.setattr(agent.recorder, "_load", lambda: 1 / 0)
@@ -271,7 +253,7 @@ def test_a_recording_that_fails_on_rank_0_changes_no_decision(
 def test_a_batch_that_cannot_be_read_stops_switching_and_nothing_else(
     loop: rig.Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent = plugin._installed.agent
+    agent = installed.agent
     loop.reqs = [rig.request("a", 100, 1000)]
     loop.step()
     monkeypatch.setattr(agent._context, "launched", lambda batch: 1 / 0)
@@ -332,7 +314,7 @@ def test_without_an_endpoint_the_plugin_is_inert(value: str | None, monkeypatch:
     before = attributes()
     plugin.activate()
     assert attributes() == before
-    assert plugin._installed == plugin._Installed()
+    assert installed == Installed()
 
 
 @pytest.mark.parametrize(
@@ -387,7 +369,7 @@ def test_the_rig_version_must_start_at_its_widest_step(
 ) -> None:
     import sglang
 
-    monkeypatch.setattr(sglang, "__version__", plugin.RIG_VERSION)
+    monkeypatch.setattr(sglang, "__version__", RIG_VERSION)
     with pytest.raises(SystemExit, match="--speculative-num-steps 3"):
         rig.FakeGpuWorker(1, config, accept=lambda batch, steps: [])
 

@@ -34,6 +34,7 @@ from sglang.srt.speculative import eagle_worker_v2  # noqa: E402
 from sglang.srt.speculative.eagle_info import EagleDraftInput  # noqa: E402
 
 from specpilot.sglang_hooks import plugin, resume  # noqa: E402
+from specpilot.sglang_hooks.installed import active_agent, installed  # noqa: E402
 from tests.support import sglang_rig as rig  # noqa: E402
 from tests.support import skip_rig  # noqa: E402
 from tests.support.resume_rig import Server, install  # noqa: E402
@@ -148,7 +149,7 @@ def test_the_mirror_of_lengths_goes_along(server: Server) -> None:
     batch.req_pool_indices = torch.tensor([2, 3])
     batch.forward_mode, batch.device = ForwardMode.DECODE, "cpu"
     batch.spec_info = EagleDraftInput()
-    plugin._installed.skip.resume.catch_up(batch)
+    installed.skip.resume.catch_up(batch)
     [shown] = server.kv.batches
     assert (shown.seq_lens_cpu.tolist(), shown.seq_lens_sum) == ([6, 21], 27)
     assert server.missing(req) == []
@@ -165,7 +166,7 @@ def test_past_the_ring_the_newest_positions_are_shown(server: Server) -> None:
     server.step(1)
     assert server.missing(req) == [5, 6, 7]
     assert server.kv.batches[0].positions.tolist() == [8, 9, 10, 11]
-    assert plugin._installed.skip.resume.gaps.holed(server.reqs) == [0]
+    assert installed.skip.resume.gaps.holed(server.reqs) == [0]
 
 
 def test_without_a_ring_nothing_is_shown(server: Server) -> None:
@@ -175,7 +176,7 @@ def test_without_a_ring_nothing_is_shown(server: Server) -> None:
     server.step(1)
     assert server.kv.batches == []
     assert server.missing(req) == [5]
-    assert plugin._installed.skip.resume.gaps.holed(server.reqs) == [0]
+    assert installed.skip.resume.gaps.holed(server.reqs) == [0]
 
 
 def test_a_retracted_request_begins_anew(server: Server) -> None:
@@ -186,7 +187,7 @@ def test_a_retracted_request_begins_anew(server: Server) -> None:
     server.leave(req)
     server.free = [2]
     again = server.join(12, rid=req.rid)
-    assert plugin._installed.skip.resume.gaps.holed(server.reqs) == []
+    assert installed.skip.resume.gaps.holed(server.reqs) == []
     server.step(0)
     server.step(1)
     assert server.missing(again) == []
@@ -194,7 +195,7 @@ def test_a_retracted_request_begins_anew(server: Server) -> None:
 
 def test_under_overlap_a_result_is_settled_after_the_next_launch(server: Server) -> None:
     """What was known of a request at a step's launch is what counts when its result comes, one launch later."""
-    gaps = plugin._installed.skip.resume.gaps
+    gaps = installed.skip.resume.gaps
     req = server.join(5)
     for _ in range(5):
         server.step(0)
@@ -245,7 +246,7 @@ def test_the_kv_is_that_of_never_having_skipped(server: Server, operations: list
                     assert all(position < newest for position in server.missing(req))
                 else:
                     runs[req.rid] += 1
-    holed = plugin._installed.skip.resume.gaps.holed(server.reqs)
+    holed = installed.skip.resume.gaps.holed(server.reqs)
     assert {server.reqs[index].rid for index in holed} == lost & {req.rid for req in server.reqs}
     while server.reqs:
         server.leave(server.reqs[0])
@@ -276,7 +277,7 @@ def test_what_is_cached_ends_before_the_first_gap(server: Server, skips: int, re
     req.kv.kv_committed_len, req.kv.kv_allocated_len = 9, 20
     req.last_node, req.kv.cache_protected_len = tree.root_node, 0
     req.lock = tree.lock(tree.root_node)
-    gaps = plugin._installed.skip.resume.gaps
+    gaps = installed.skip.resume.gaps
     for _ in range(skips):
         gaps.skipped([req])
     if resumed:
@@ -297,7 +298,7 @@ def test_what_is_cached_ends_before_the_first_gap(server: Server, skips: int, re
 def test_rows_with_holes_are_masked_and_counted(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     from specpilot.sglang_hooks.agent import Agent, ServerFacts
 
-    agent = plugin._agent()
+    agent = active_agent()
     assert isinstance(agent, Agent)
     agent.start(ServerFacts(server_id="s", captured_batch_sizes=(1, 2, 4)))
     worker = server.worker
@@ -309,7 +310,7 @@ def test_rows_with_holes_are_masked_and_counted(server: Server, monkeypatch: pyt
     long, short = server.join(5), server.join(9)
     for _ in range(6):
         server.step(0)
-    plugin._installed.skip.resume.gaps.prefilled([short])
+    installed.skip.resume.gaps.prefilled([short])
     server.step(1)
     server.join(7)
 

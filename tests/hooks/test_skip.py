@@ -27,7 +27,8 @@ from sglang.srt.speculative import eagle_worker_v2  # noqa: E402
 from sglang.srt.speculative.eagle_info import EagleDraftInput  # noqa: E402
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
 
-from specpilot.sglang_hooks import contract, plugin, skip  # noqa: E402
+from specpilot.sglang_hooks import contract, plugin, skip, skip_hooks  # noqa: E402
+from specpilot.sglang_hooks.installed import installed  # noqa: E402
 from specpilot.sglang_hooks.resume import Resume  # noqa: E402
 from tests.contract.wheels import Edited  # noqa: E402
 from tests.support import sglang_rig as rig  # noqa: E402
@@ -54,7 +55,7 @@ def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def worker(hooks: None) -> SkipWorker:
     made = SkipWorker()
-    plugin._installed.skip = skip.DecodeSkip(made, "decode-backend", "decode-graphs", Resume(made, 1 << 20))
+    installed.skip = skip.DecodeSkip(made, "decode-backend", "decode-graphs", Resume(made, 1 << 20))
     return made
 
 
@@ -166,7 +167,7 @@ def test_another_sglang_keeps_its_own_k0_and_says_so(
     edited = Edited(contract.installed(), eagle_worker_v2.__name__, moved)
     monkeypatch.setattr(contract, "installed", lambda: edited)
     request.getfixturevalue("hooks")
-    assert not [patch for patch in plugin._installed.patches if patch.target.endswith((".verify", "init_cuda_graphs"))]
+    assert not [patch for patch in installed.patches if patch.target.endswith((".verify", "init_cuda_graphs"))]
     [line] = [r.getMessage() for r in caplog.records if "stays SGLang's own" in r.getMessage()]
     assert "EAGLEWorkerV2.verify: parameter plan is new in SGLang" in line
 
@@ -174,15 +175,15 @@ def test_another_sglang_keeps_its_own_k0_and_says_so(
 def test_the_option_turns_it_off(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setenv("SPECPILOT_SKIP", "verify")
     request.getfixturevalue("hooks")
-    assert not [patch for patch in plugin._installed.patches if patch.target.endswith(".verify")]
+    assert not [patch for patch in installed.patches if patch.target.endswith(".verify")]
 
 
 # -- the start --
 
 
 def test_a_server_that_may_not_says_why_once(hooks: None, caplog: pytest.LogCaptureFixture) -> None:
-    plugin._after_init_cuda_graphs(None, SkipWorker())
-    assert plugin._installed.skip is None
+    skip_hooks.after_init_cuda_graphs(None, SkipWorker())
+    assert installed.skip is None
     assert [r.getMessage() for r in caplog.records if "the device is cpu" in r.getMessage()]
 
 
@@ -204,8 +205,8 @@ def test_the_graphs_are_built_and_their_memory_is_told(
     worker.runner._get_attention_backend = attention
     worker._override_worker_state = lambda *widths: entered.append(widths) or contextlib.nullcontext()
     worker.device = "cpu"
-    with caplog.at_level(logging.INFO, logger="specpilot.sglang_hooks.plugin"):
-        plugin._after_init_cuda_graphs(None, worker)
+    with caplog.at_level(logging.INFO, logger="specpilot.sglang_hooks.skip_hooks"):
+        skip_hooks.after_init_cuda_graphs(None, worker)
     assert entered == [(0, 1), (True, "before")]
     assert worker.runner.init_new_workspace == "before"
     assert backend._verify_mask is None
@@ -231,7 +232,7 @@ def test_a_capture_that_fails_ends_the_start(
 
     monkeypatch.setattr(skip.DecodeSkip, "build", build)
     with pytest.raises(SystemExit, match=says):
-        plugin._after_init_cuda_graphs(None, supported())
+        skip_hooks.after_init_cuda_graphs(None, supported())
 
 
 @pytest.mark.parametrize(("hidden", "mode"), [(True, CaptureHiddenMode.FULL), (False, CaptureHiddenMode.NULL)])
@@ -328,7 +329,7 @@ def test_grammars_see_the_step_before_after_the_launch(worker: SkipWorker, monke
 def test_ranks_that_sample_agree(worker: SkipWorker) -> None:
     sent = []
     group = SimpleNamespace(world_size=2, broadcast=lambda tokens, src: sent.append((tokens, src)))
-    plugin._installed.skip._tp_group = group
+    installed.skip._tp_group = group
     server = Server(worker, [5, 9], overlap=True)
     server.launch(server.batch())
     assert sent == []  # argmax of the same logits
@@ -355,7 +356,7 @@ def test_what_the_next_step_reads_has_the_shapes_of_a_draft_extends(worker: Skip
 def test_a_standalone_draft_gets_no_hidden_states(worker: SkipWorker) -> None:
     standalone = SpeculativeAlgorithm.from_string("STANDALONE")
     worker.runner.spec_algorithm = worker._draft_worker.draft_runner.spec_algorithm = standalone
-    plugin._installed.skip = skip.DecodeSkip(worker, "decode-backend", None, Resume(worker, 1 << 20))
+    installed.skip = skip.DecodeSkip(worker, "decode-backend", None, Resume(worker, 1 << 20))
     server = Server(worker, [5], overlap=True)
     assert server.launch(server.batch()).next_draft_input.hidden_states is None
     assert worker.seen[0].capture_hidden_mode == CaptureHiddenMode.NULL
@@ -409,9 +410,9 @@ def test_only_a_skip_leaves_the_draft_out(
     server = Server(worker, [5], overlap=True)
     server.step()
     called = []
-    patches = {patch.target.rsplit(".", 1)[1]: patch for patch in plugin._installed.patches}
+    patches = {patch.target.rsplit(".", 1)[1]: patch for patch in installed.patches}
     for name in ("verify", "_draft_extend_for_decode", "_stub_skipped_draft_extend"):
-        hook = plugin._around_verify if name == "verify" else plugin._around_draft_extend
+        hook = skip_hooks.around_verify if name == "verify" else skip_hooks.around_draft_extend
         reply = lambda *a, name=name, **kw: called.append(name) or SimpleNamespace(new_seq_lens=None)  # noqa: E731
         wrapped = lambda *a, hook=hook, reply=reply, **kw: hook(reply, *a, **kw)  # noqa: E731
         monkeypatch.setattr(patches[name].owner, name, wrapped)
@@ -428,7 +429,7 @@ def test_only_a_skip_leaves_the_draft_out(
 def test_an_idle_batch_is_sglangs(worker: SkipWorker) -> None:
     batch = Server(worker, [5], overlap=True).batch()
     batch.forward_mode = ForwardMode.IDLE
-    assert plugin._installed.skip.begin(batch) is None
+    assert installed.skip.begin(batch) is None
     assert type(worker._build_trivial_verify_input(batch)).__name__ == "EagleVerifyInput"
 
 

@@ -17,7 +17,8 @@ from sglang.kernels.ops.speculative import cache_locs  # noqa: E402
 from sglang.srt.runtime_context import get_parallel  # noqa: E402
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2  # noqa: E402
 
-from specpilot.sglang_hooks import plugin, tree  # noqa: E402
+from specpilot.sglang_hooks import plugin, skip_hooks, tree  # noqa: E402
+from specpilot.sglang_hooks.installed import active_agent  # noqa: E402
 from specpilot.sglang_hooks.recorder import Recorder  # noqa: E402
 from tests.support import sglang_rig as rig  # noqa: E402
 from tests.support import skip_rig  # noqa: E402
@@ -71,7 +72,7 @@ def test_only_sglangs_own_worker_with_a_tree_is_one() -> None:
 
 def test_the_policy_knows_the_tree_and_skipping(server: Server) -> None:
     controller = server.worker.adaptive_controller
-    assert controller.params is plugin._agent().policy
+    assert controller.params is active_agent().policy
     assert controller.params.candidate_steps == [0, STEPS]
     assert controller.params.fallback_steps == STEPS
     controller.register(object())
@@ -151,11 +152,11 @@ def test_a_tree_that_cannot_be_skipped_is_refused(active: Server, monkeypatch: p
             plugin._after_init_draft_worker(None, scheduler)
     plugin._after_init_draft_worker(None, scheduler)
     with pytest.raises(SystemExit, match="the device is cpu"):
-        plugin._after_init_cuda_graphs(None, worker)
+        skip_hooks.after_init_cuda_graphs(None, worker)
     worker.runner.device, worker.page_size = "cuda", 16
     worker.runner.attn_backend = type("TritonAttnBackend", (), {})()
     with pytest.raises(SystemExit, match="--page-size"):
-        plugin._after_init_cuda_graphs(None, worker)
+        skip_hooks.after_init_cuda_graphs(None, worker)
 
 
 def test_sglangs_own_k0_is_none_for_a_tree(

@@ -200,6 +200,19 @@ def test_wire_messages() -> None:
     assert documented == {kind.__name__: kind.__struct_config__.tag for kind in get_args(Message)}
 
 
+@pytest.mark.sglang
+def test_hooks() -> None:
+    from specpilot.sglang_hooks import plugin
+    from specpilot.sglang_hooks.uses import POLICY_CLASS
+
+    documented = [name for row in rows(section("design.md", "What is hooked")) for name in codes(row[0].split("(")[0])]
+    assert documented == [
+        target.rsplit(".", 1 if target == POLICY_CLASS else 2)[1]
+        + ("" if target == POLICY_CLASS else f".{target.rsplit('.', 1)[1]}")
+        for target in plugin.targets()
+    ]
+
+
 def test_live_figures() -> None:
     documented = [row for row in rows(section("measurements.md", "Does K follow the load?")) if len(row) == 7]
     runs = json.loads((ROOT / "benchmarks/live/follow_load.json").read_text())

@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from specpilot.sglang_hooks import plugin
+from specpilot.sglang_hooks.installed import active_agent
 from tests.support.messages import table
 from tests.support.peers import Peer
 
@@ -63,7 +64,7 @@ def loop(peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         rig.Scheduler.init_request_dispatcher(scheduler)
         requests, _ = rig.receiver(context, f"g{id(worker)}")
         hooked = batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_decode
-        arms = goodput_arms.Arms(plugin._agent(), tmp_path)
+        arms = goodput_arms.Arms(active_agent(), tmp_path)
         arms.attach()
         yield rig.Loop(scheduler, worker, requests, 1), arms
         batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_decode = hooked
@@ -82,7 +83,7 @@ def test_arms_decide_in_turn_and_only_the_tables_steps_are_recorded(
     board = Board(tmp_path)
     board.write(1, 0, 0.7)
     peer.hello()
-    peer.send_table(table(epoch=1, steps=1), plugin._agent())
+    peer.send_table(table(epoch=1, steps=1), active_agent())
     server.reqs = [rig.request(str(i), 10, 1000) for i in range(4)]
     for number, (arm, steps) in enumerate([(0, 0), (TABLE, 1), (3, 3), (SGLANG, 3), (TABLE, 1)], start=1):
         board.write(number, arm, 0.7)
@@ -105,7 +106,7 @@ def test_arms_decide_in_turn_and_only_the_tables_steps_are_recorded(
     assert [(record.steps, record.epoch) for record in records] == [(1, 1)] * 10
     assert [b.record_seq - a.record_seq for a, b in itertools.pairwise(records)] == [*[1] * 4, 14, *[1] * 4]
     assert peer.dropped == 0
-    assert plugin._agent().failures == 0
+    assert active_agent().failures == 0
 
 
 def test_a_request_that_ends_counts_the_tokens_that_its_client_gets(loop: tuple[rig.Loop, Any], tmp_path: Path) -> None:

@@ -20,9 +20,10 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
-from specpilot.sglang_hooks import plugin
+from specpilot.sglang_hooks import plugin, step_hooks
 from specpilot.sglang_hooks.agent import Agent, ServerFacts
 from specpilot.sglang_hooks.broadcast import PolicyUpdate
+from specpilot.sglang_hooks.installed import installed
 from specpilot.sglang_hooks.settings import Settings
 from specpilot.sglang_hooks.table_policy import TablePolicy
 from tests.support import sglang_rig as rig
@@ -59,12 +60,12 @@ def main() -> None:
     )
     agent = Agent(settings, TablePolicy(settings, [0, 1, 3], 3))
     agent.start(ServerFacts(server_id="tp", rank=rank, tp_size=world), all_gather=group.all_gather_object)
-    plugin._installed.agent = agent
-    plugin._install(
+    installed.agent = agent
+    plugin.install(
         [(
             "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs",
-            plugin._after_pull_raw_reqs,
-            plugin_hook_type(),
+            step_hooks.after_pull_raw_reqs,
+            "AFTER",
         )]
     )  # fmt: skip
     scheduler = rig.scheduler_stub(None, overlap=True)
@@ -93,12 +94,6 @@ def main() -> None:
     )  # fmt: skip
     dist.barrier()
     agent.stop()
-
-
-def plugin_hook_type() -> Any:
-    from sglang.srt.plugins.hook_registry import HookType
-
-    return HookType.AFTER
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 
-from specpilot.sglang_hooks import plugin, resume, skip
+from specpilot.sglang_hooks import resume, skip
+from specpilot.sglang_hooks.installed import installed
 from tests.support import sglang_rig as rig
 from tests.support import skip_rig
 from tests.support.skip_rig import CONTEXT, HIDDEN, ROWS, SkipWorker
@@ -193,5 +194,5 @@ class Server:
 def install(worker: SkipWorker, positions: int) -> resume.Resume:
     made = resume.Resume(worker, ROWS * positions * (3 * HIDDEN * 2 + 8))
     assert made.ring.positions == positions
-    plugin._installed.skip = skip.DecodeSkip(worker, "decode-backend", "decode-graphs", made)
+    installed.skip = skip.DecodeSkip(worker, "decode-backend", "decode-graphs", made)
     return made

@@ -107,74 +107,82 @@ class Recorder:
         """
         policy = self._policy
         step = batch.forward_iter
-        launch = policy.take_launch(step)
+        decision = policy.take_launch(step)
         facts = self._facts.pop(step, None)
         completed_at = policy.completed_at
         previous_at = self._previous_at
-        seconds = completed_at - previous_at if previous_at else 0.0
         forwards = step - self._previous_step if self._previous_step else 0
         self._previous_at, self._previous_step = completed_at, step
-        if launch is None or facts is None:
+        if decision is None or facts is None:
             self.join_misses += 1
             return
         draft_tokens = result.speculative_num_draft_tokens or 0
-        if draft_tokens != self._width(launch.steps):
+        if draft_tokens != self._width(decision.steps):
             self.steps_mismatched += 1
-        accepted = result.num_correct_drafts_per_req_cpu
-        if quarantined:
-            live = set(quarantined).difference(masked)
-            self.rows_quarantined += len(live)
-            masked = sorted(live.union(masked))
-        truncated: list[int] = []
-        # Nearly always no row has ended, and SGLang's list goes out as it is.
-        if masked or [req for req in batch.reqs if req.finished_reason is not None]:
-            truncated = sorted(set(ended_rows(batch.reqs)).difference(masked))
-            accepted = list(accepted)
-            for row in truncated:
-                accepted[row] = _accepted_within(batch.reqs[row], accepted[row])
-            for row in masked:
-                accepted[row] = MASKED
+        accepted, truncated = self._accepted(batch.reqs, result.num_correct_drafts_per_req_cpu, masked, quarantined)
         batch_size = len(accepted)
         graph = bool(result.can_run_cuda_graph)
-        padded = batch_size
-        if graph and self._captured and batch_size <= self._captured[-1]:
-            padded = self._captured[bisect_left(self._captured, batch_size)]
         record = StepRecord(
-            self._record_seq,
-            step,
-            completed_at + self._clock_offset,
-            seconds,
-            batch_size,
-            padded,
-            facts.context_tokens,
-            launch.steps,
-            launch.proposed_steps,
-            launch.held_steps,
-            draft_tokens,
-            accepted,
-            truncated,
-            facts.running,
-            facts.queued,
-            facts.kv_used_tokens,
-            self.retracted,
-            launch.source,
-            launch.epoch,
-            launch.cell,
-            launch.probability,
-            launch.block,
-            facts.previous_kind,
-            facts.previous_width,
-            forwards,
-            facts.prefill_tokens,
-            batch.launch_ts - previous_at if previous_at else 0.0,
-            getattr(batch, "after_idle_gap", None),
-            graph,
-            self._overlap,
-            bool(batch.has_grammar),
+            record_seq=self._record_seq,
+            step=step,
+            time=completed_at + self._clock_offset,
+            seconds=completed_at - previous_at if previous_at else 0.0,
+            batch_size=batch_size,
+            padded_batch_size=self._padded(batch_size) if graph else batch_size,
+            context_tokens=facts.context_tokens,
+            steps=decision.steps,
+            proposed_steps=decision.proposed_steps,
+            held_steps=decision.held_steps,
+            draft_tokens=draft_tokens,
+            accepted_drafts=accepted,
+            truncated=truncated,
+            running=facts.running,
+            queued=facts.queued,
+            kv_used_tokens=facts.kv_used_tokens,
+            retracted=self.retracted,
+            source=decision.source,
+            epoch=decision.epoch,
+            cell=decision.cell,
+            probability=decision.probability,
+            block=decision.block,
+            previous_kind=facts.previous_kind,
+            previous_width=facts.previous_width,
+            forwards=forwards,
+            prefill_tokens=facts.prefill_tokens,
+            launch_gap_seconds=batch.launch_ts - previous_at if previous_at else 0.0,
+            after_idle=getattr(batch, "after_idle_gap", None),
+            graph=graph,
+            overlap=self._overlap,
+            grammar=bool(batch.has_grammar),
         )
         self._record_seq += 1
         self.retracted = 0
         self._queue.put(record)
+
+    def _accepted(
+        self, reqs: Sequence[Any], accepted: list[int], masked: Sequence[int], quarantined: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Return accepted drafts per row as they may be learned from, and the rows whose request ended here."""
+        if quarantined:
+            live = set(quarantined).difference(masked)
+            self.rows_quarantined += len(live)
+            masked = sorted(live.union(masked))
+        # Nearly always no row has ended, and SGLang's list goes out as it is.
+        if not masked and not [req for req in reqs if req.finished_reason is not None]:
+            return accepted, []
+        truncated = sorted(set(ended_rows(reqs)).difference(masked))
+        accepted = list(accepted)
+        for row in truncated:
+            accepted[row] = _accepted_within(reqs[row], accepted[row])
+        for row in masked:
+            accepted[row] = MASKED
+        return accepted, truncated
+
+    def _padded(self, batch_size: int) -> int:
+        """Return the captured graph size that a batch is padded to, or its own size above the largest."""
+        if not self._captured or batch_size > self._captured[-1]:
+            return batch_size
+        return self._captured[bisect_left(self._captured, batch_size)]
 
     def _width(self, steps: int) -> int:
         """Tokens that a step with ``steps`` verifies per request."""

@@ -114,7 +114,8 @@ class ControllerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TraceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[trace]``: the log of every step; switched off with ``directory = ""``."""
 
-    directory: PathText = "specpilot-trace"
+    directory: PathText | None = None
+    """Folder of the trace; None: ``trace`` in the state directory; empty: no trace is written."""
     segment_bytes: Bytes = 64 << 20
     """A new segment begins at about this size."""
     total_bytes: Bytes = 4 << 30
@@ -122,13 +123,24 @@ class TraceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flush_seconds: Seconds = 1.0
     """A crash of the controller loses at most the records of this long."""
 
+    @property
+    def folder(self) -> Path | None:
+        """Folder that ``directory`` means; None: no trace is written. ConfigError if there is no home for it."""
+        return _folder("trace.directory", self.directory, "trace")
+
 
 class PriorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[prior]``: what was learned, kept for the next start; switched off with ``directory = ""``."""
 
-    directory: PathText = "specpilot-prior"
+    directory: PathText | None = None
+    """Folder of the priors; None: ``prior`` in the state directory; empty: nothing is kept."""
     save_seconds: Seconds = 60.0
     """Time between two writes; one more when the controller stops."""
+
+    @property
+    def folder(self) -> Path | None:
+        """Folder that ``directory`` means; None: nothing is kept. ConfigError if there is no home for it."""
+        return _folder("prior.directory", self.directory, "prior")
 
 
 class SwitchbackConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -330,6 +342,27 @@ def runtime_directory() -> Path:
     """Folder for sockets: $XDG_RUNTIME_DIR/specpilot, or /tmp/specpilot-UID where that is unset."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     return Path(base) / "specpilot" if base else Path(f"/tmp/specpilot-{os.getuid()}")  # noqa: S108
+
+
+def state_directory() -> Path:
+    """Folder for what outlives a run: $XDG_STATE_HOME/specpilot, or ~/.local/state/specpilot where that is unset.
+
+    A relative XDG_STATE_HOME counts as unset, as its specification says. RuntimeError for a user without a home.
+    """
+    base = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state") / "specpilot"
+
+
+def _folder(key: str, directory: str | None, name: str) -> Path | None:
+    if directory is not None:
+        return Path(directory) if directory else None
+    try:
+        return state_directory() / name
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{key} is not set, and user {os.getuid()} has no home directory for its default: set {key} to a folder "
+            'or to "", or set XDG_STATE_HOME'
+        ) from error
 
 
 def default_endpoint() -> str:

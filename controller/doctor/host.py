@@ -378,17 +378,21 @@ def _judge_counters(prefix: str, counters: Mapping[str, int]) -> Iterator[Check]
 
 def check_storage(config: Config) -> Iterator[Check]:
     """Check the folders of trace and prior as this user sees them from here."""
-    if config.trace.directory:
-        folder = Path(config.trace.directory)
-        yield from check_written_folder("trace.directory", folder)
-        yield from check_room(folder, config.trace.total_bytes)
+    learns = any(isinstance(one.policy, GoodputPolicy) or one.switchback.share for one in config.all_servers)
+    try:
+        trace, prior = config.trace.folder, config.prior.folder if learns else None
+    except ConfigError as error:
+        yield STORAGE.problem(str(error), "set trace.directory and prior.directory, or XDG_STATE_HOME")
+        return
+    if trace is not None:
+        yield from check_written_folder("trace.directory", trace)
+        yield from check_room(trace, config.trace.total_bytes)
     else:
         yield STORAGE.warning(
             "no trace is written (trace.directory is empty)", "name a folder: `fit`, `evaluate` and `replay` read it"
         )
-    learns = any(isinstance(one.policy, GoodputPolicy) or one.switchback.share for one in config.all_servers)
-    if learns and config.prior.directory:
-        yield from check_written_folder("prior.directory", Path(config.prior.directory))
+    if prior is not None:
+        yield from check_written_folder("prior.directory", prior)
     elif learns:
         yield STORAGE.warning(
             "what is learned is not kept (prior.directory is empty)", "name a folder, or each start learns anew"

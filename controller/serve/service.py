@@ -120,7 +120,7 @@ class Service:
         # What the policy needs and cannot be read is an error now, not when the first server connects.
         for one in config.all_servers:
             one.policy.build(None)
-        self._trace_directory = Path(config.trace.directory) if config.trace.directory else None
+        self._trace_directory = config.trace.folder
         own = config.controller
         self._endpoint = Endpoint(own.endpoint or default_endpoint(), own.key, own.authorized_keys)
         if self._trace_directory is not None:
@@ -528,9 +528,10 @@ class Service:
 
     def _priors_for(self, config: Config) -> PriorStore | None:
         kept = any(isinstance(one.policy, GoodputPolicy) or one.switchback.share for one in config.all_servers)
-        if not config.prior.directory or not kept:
+        folder = config.prior.folder if kept else None
+        if folder is None:
             return self._priors  # what has learned until now is still kept
-        return self._priors or PriorStore(Path(config.prior.directory))
+        return self._priors or PriorStore(folder)
 
     def _save_prior(self, session: Session) -> None:
         """Keep what was learned; a policy that failed has learned who knows what."""

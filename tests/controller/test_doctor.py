@@ -464,6 +464,22 @@ def test_storage(short: Path) -> None:
     assert only(storage(short), "is no folder").outcome == "problem"
 
 
+def test_storage_of_defaults_is_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    checks = list(check_storage(Config()))
+    assert only(checks, f"trace.directory {tmp_path}/specpilot/trace can be made").outcome == "ok"
+    assert only(checks, f"prior.directory {tmp_path}/specpilot/prior can be made").outcome == "ok"
+
+    def nobody() -> Path:
+        raise RuntimeError
+
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "home", nobody)
+    (check,) = check_storage(Config())
+    assert check.outcome == "problem"
+    assert "no home directory" in check.found
+
+
 def test_storage_that_this_user_may_not_write(short: Path) -> None:
     short.chmod(0o555)
     checks = as_nobody(lambda: storage(short, policy=StaticPolicy(steps=1)))

@@ -610,6 +610,51 @@ def test_every_default_is_valid() -> None:
     assert config == msgspec.convert(msgspec.to_builtins(config), Config)
 
 
+@pytest.mark.parametrize(
+    ("variable", "home", "state"),
+    [("{0}/xdg", "{0}/home", "{0}/xdg"), ("", "{0}/home", "{0}/home/.local/state"),
+     ("relative", "{0}/home", "{0}/home/.local/state")],
+)  # fmt: skip
+def test_traces_and_priors_lie_in_the_state_directory_unless_a_folder_is_named(
+    variable: str, home: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", variable.format(tmp_path))
+    monkeypatch.setenv("HOME", home.format(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    folder = Path(state.format(tmp_path), "specpilot")
+    assert (TraceConfig().folder, PriorConfig().folder) == (folder / "trace", folder / "prior")
+    assert (TraceConfig(directory="").folder, PriorConfig(directory="").folder) == (None, None)
+    assert TraceConfig(directory="mine").folder == Path("mine")
+    service = Service(Config(controller=ControllerConfig(endpoint=f"ipc://{tmp_path}/c.ipc")))
+    assert service.status().trace_directory == str(folder / "trace")
+    service.stop()
+    service.run()
+    assert sorted(path.name for path in folder.iterdir()) == ["prior", "trace"]
+    assert {path.name for path in tmp_path.iterdir()} <= {"home", "xdg", "c.ipc.lock"}
+
+
+def test_a_home_that_is_missing_or_cannot_be_written_names_key_and_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = ControllerConfig(endpoint=f"ipc://{tmp_path}/c.ipc")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", f"{tmp_path}/file")
+    with pytest.raises(ConfigError, match=r"file/specpilot/trace: Not a directory.* set trace\.directory .*\"\""):
+        Service(Config(controller=controller))
+    with pytest.raises(ConfigError, match=r"file/specpilot/prior: Not a directory.* set prior\.directory .*\"\""):
+        Service(Config(controller=controller, trace=TraceConfig(directory="")))
+
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")  # as for a user id that the system does not know
+
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "home", nobody)
+    with pytest.raises(ConfigError, match=r"trace\.directory is not set, .* set trace\.directory to a folder"):
+        Service(Config(controller=controller))
+    with pytest.raises(ConfigError, match=r"prior\.directory is not set, .* set prior\.directory to a folder"):
+        Service(Config(controller=controller, trace=TraceConfig(directory="")))
+
+
 def test_an_open_folder_is_refused_and_a_new_one_is_private(tmp_path: Path) -> None:
     opened = tmp_path / "open"
     opened.mkdir()

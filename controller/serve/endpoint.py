@@ -13,6 +13,7 @@ import socket
 import stat
 import time
 from pathlib import Path
+from typing import Protocol
 
 import zmq
 
@@ -27,7 +28,7 @@ from specpilot.sglang_hooks.connection import (
     secure,
     socket_path,
 )
-from specpilot.sglang_hooks.wire import MAX_MESSAGE_BYTES
+from specpilot.sglang_hooks.wire import MAX_MESSAGE_BYTES, Message, encode
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,13 @@ KEYS_SECONDS = 2.0
 """Between two looks at the folder of authorized keys."""
 REBIND_SECONDS = 5.0
 """A port that another program has taken while it was free for a moment is waited for so long."""
+
+
+class HasFileno(Protocol):
+    """What can be waited for beside the socket."""
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable."""
 
 
 class Endpoint:
@@ -120,6 +128,24 @@ class Endpoint:
             self._authenticator.stop()
         self._watch.close()
         self._context.destroy(linger=0)
+
+    def wait(self, seconds: float, other: HasFileno) -> bool:
+        """Return once a message is here or ``other`` is readable, or after ``seconds``; was there anything?"""
+        poller = zmq.Poller()  # not kept: ``socket`` may be another one by the next time
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(other, zmq.POLLIN)
+        return bool(poller.poll(int(seconds * 1000)))
+
+    def receive(self) -> list[bytes] | None:
+        """Return the next message's frames, the peer's address first; None if there is no message."""
+        try:
+            return self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def send(self, address: bytes, message: Message) -> None:
+        """Send a message; a peer that does not read, or is gone, costs nothing: ROUTER drops for it."""
+        self.socket.send_multipart([address, encode(message)], zmq.NOBLOCK)
 
     def tend(self, now: float) -> None:
         """Note who was refused, and let new keys in and withdrawn ones out; ``now`` in seconds."""

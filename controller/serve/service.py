@@ -16,7 +16,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
-import zmq
 
 from specpilot.controller.config import Config, GoodputPolicy, ServerConfig, default_endpoint
 from specpilot.controller.errors import ConfigError
@@ -46,9 +45,7 @@ from specpilot.sglang_hooks.wire import (
     StatusReport,
     StatusRequest,
     StepBatch,
-    ToHook,
     WireError,
-    encode,
 )
 
 logger = logging.getLogger(__name__)
@@ -144,9 +141,6 @@ class Service:
         self._counters = dict.fromkeys(CONTROLLER_COUNTERS, 0)
         self._once = Once(logger)
         self.board = Board()
-        self._poller = zmq.Poller()
-        self._poller.register(self._endpoint.socket, zmq.POLLIN)
-        self._poller.register(self.board, zmq.POLLIN)
 
     @property
     def endpoint(self) -> str:
@@ -176,14 +170,12 @@ class Service:
 
     def turn(self) -> None:
         """One round: wait at most POLL_SECONDS for messages, then do what time demands."""
-        if self._poller.poll(int(POLL_SECONDS * 1000)):
+        if self._endpoint.wait(POLL_SECONDS, self.board):
             begun = self._clock()
             for _ in range(MESSAGES_PER_TURN):
                 if self._clock() - begun > TURN_SECONDS:
                     break
-                try:
-                    frames = self._endpoint.socket.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
+                if (frames := self._endpoint.receive()) is None:
                     break
                 self._receive(frames)
         self._tend()
@@ -219,12 +211,12 @@ class Service:
             return
         if isinstance(message, StatusRequest):
             report = msgspec.json.encode(self.status())
-            self._endpoint.socket.send_multipart([address, encode(StatusReport(report))], zmq.NOBLOCK)
+            self._endpoint.send(address, StatusReport(report))
             return
         if isinstance(message, SetRequest):
             refused = self._set(message)
             report = msgspec.json.encode(self._live.report(self._clock(), [*self._sessions]))
-            self._endpoint.socket.send_multipart([address, encode(SetReply(refused, report))], zmq.NOBLOCK)
+            self._endpoint.send(address, SetReply(refused, report))
             return
         if isinstance(message, Hello):
             self._greet(address, message)
@@ -253,7 +245,7 @@ class Service:
         now = self._clock()
         if now - stranger.asked_at > ASK_SECONDS:
             stranger.asked_at = now
-            self._send(address, HelloRequest())
+            self._endpoint.send(address, HelloRequest())
 
     def _drop(self, messages: int) -> None:
         """Count messages of peers that have not said who they are, or may not be who they say."""
@@ -555,17 +547,13 @@ class Service:
         session.tables[session.epoch] = (table, plan.reason, now)
         while len(session.tables) > 8:
             del session.tables[next(iter(session.tables))]
-        self._send(session.address, table)
+        self._endpoint.send(session.address, table)
 
     def _renew(self, session: Session, now: float) -> None:
         lease = self._config.controller.lease_seconds
         if now - session.leased_at > lease / 3:
             session.leased_at = now
-            self._send(session.address, Lease(session.epoch if session.plan is not None else 0, lease))
-
-    def _send(self, address: bytes, message: ToHook) -> None:
-        # A server that does not read, or is gone, costs nothing: ROUTER drops for it.
-        self._endpoint.socket.send_multipart([address, encode(message)], zmq.NOBLOCK)
+            self._endpoint.send(session.address, Lease(session.epoch if session.plan is not None else 0, lease))
 
     def _forget(self, session: Session) -> None:
         logger.info("%s was silent for a day and is forgotten", session.key)

@@ -89,7 +89,7 @@ class World:
 
     def send(self, message: Any) -> None:
         """As the controller."""
-        self.service._send(self.session.address, message)
+        self.service._endpoint.send(self.session.address, message)
 
     def passes(self) -> None:
         received: list[Any] = []

@@ -205,8 +205,20 @@ def test_a_server_says_why_it_is_not_let_in_and_is_once_its_key_is_there(
     rig.turn_until(lambda: in_command(agent))
 
 
+@pytest.fixture
+def quiet_stdin() -> Iterator[None]:
+    """A standard input with nothing to read, as on a terminal: pytest's is at its end, and so readable at all times."""
+    before = os.dup(0)
+    reading, writing = os.pipe()
+    os.dup2(reading, 0)
+    yield
+    os.dup2(before, 0)
+    for descriptor in (before, reading, writing):
+        os.close(descriptor)
+
+
 def test_a_withdrawn_key_ends_the_connection_and_the_others_are_back_at_once(
-    rig: Rig, caplog: pytest.LogCaptureFixture
+    rig: Rig, caplog: pytest.LogCaptureFixture, quiet_stdin: None
 ) -> None:
     kept, withdrawn = rig.agent(rig.keys, "kept"), rig.agent(rig.other("withdrawn"), "withdrawn")
     rig.turn_until(lambda: in_command(kept) and in_command(withdrawn))

@@ -199,7 +199,7 @@ class Rig:
 
     def _service(self) -> Service:
         service = Service(self.config, self.clock.now, lambda: self.wall_offset + self.clock.now())
-        service._send = lambda address, message: self._deliver(message)  # type: ignore[method-assign]
+        service._endpoint.send = lambda address, message: self._deliver(message)  # type: ignore[method-assign]
         return service
 
     def receive(self, message: Any) -> None:

@@ -25,8 +25,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from specpilot.controller.evaluate.command import fold_sums, judge
-from specpilot.controller.evaluate.models import fit_folds
+from specpilot.controller.evaluate.evaluation import fold_sums, judge
+from specpilot.controller.evaluate.fold_models import fit_folds
 from specpilot.policies.interface import Plan
 from specpilot.policies.offpolicy.estimators import ESTIMATORS
 from tests.support.logs import Log, table

@@ -32,8 +32,9 @@ from specpilot.controller.replay.run import serve
 from specpilot.controller.replay.scenario import GENERATED_REQUESTS, Scenario
 from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.controller.simulation.workload import generated_requests
+from specpilot.controller.trace.format import SCHEMA
 from specpilot.controller.trace.reader import Segment, segments
-from specpilot.controller.trace.writer import BATCH_RECORDS, SCHEMA, TraceWriter
+from specpilot.controller.trace.writer import BATCH_RECORDS, TraceWriter
 from specpilot.policies.baselines import Truth
 from specpilot.policies.goodput import Goodput
 from specpilot.policies.interface import Policy

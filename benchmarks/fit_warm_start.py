@@ -33,15 +33,16 @@ from fit_scale import Recorded
 from rich.console import Console
 from rich.progress import Progress
 
-from specpilot.controller.fit.command import read_fleet
-from specpilot.controller.fit.models import fit
+from specpilot.controller.fit.engines import read_fleet
+from specpilot.controller.fit.prior import fit
 from specpilot.controller.replay.judge import JudgedSteps
 from specpilot.controller.replay.parallel import run_all, workers
 from specpilot.controller.replay.run import serve
 from specpilot.controller.replay.scenario import GENERATED_REQUESTS, Scenario
 from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.controller.simulation.workload import Phase, acceptance_path, generated_requests
-from specpilot.controller.trace.checks import Findings, survey
+from specpilot.controller.trace.findings import Findings
+from specpilot.controller.trace.sources import survey
 from specpilot.policies.baselines import Truth
 from specpilot.policies.goodput import Goodput
 from specpilot.policies.interface import Policy

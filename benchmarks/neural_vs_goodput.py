@@ -32,8 +32,9 @@ from specpilot.controller.replay.scenario import Scenario, at_rate
 from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.controller.simulation.workload import generated_requests
 from specpilot.controller.statistics import mean_and_interval
+from specpilot.controller.trace.format import records
 from specpilot.controller.trace.reader import Segment, segments
-from specpilot.controller.trace.writer import TraceWriter, records
+from specpilot.controller.trace.writer import TraceWriter
 from specpilot.policies.goodput import Goodput
 from specpilot.policies.interface import Grid, Plan, Policy
 from specpilot.policies.neural import Neural

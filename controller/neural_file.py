@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from specpilot.controller.errors import ConfigError
+from specpilot.controller.files import replacement
 from specpilot.policies.neural import Model
 
 MAX_BYTES = 1 << 20
@@ -35,15 +34,6 @@ def load_model(path: Path) -> Model:
 
 def save_model(model: Model, path: Path) -> None:
     """Write ``model`` in one step; ConfigError if that fails."""
-    temporary = None
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".model-", suffix=".npz", delete=False) as file:
-            temporary = Path(file.name)
-            arrays: dict[str, Any] = model.arrays()
-            np.savez(file, **arrays)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
+    arrays: dict[str, Any] = model.arrays()
+    with replacement(path) as file:
+        np.savez(file, **arrays)

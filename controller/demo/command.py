@@ -40,8 +40,8 @@ from specpilot.controller.demo.view import REFRESH_SECONDS, View
 from specpilot.controller.processes import end, terminable
 from specpilot.controller.simulation.totals import SimSummary
 from specpilot.controller.simulation.workload import Clients
+from specpilot.controller.trace.format import records
 from specpilot.controller.trace.reader import Segment, segments
-from specpilot.controller.trace.writer import records
 from specpilot.controller.web.view import PageView, ServerView
 from specpilot.sglang_hooks.wire import StepRecord
 

@@ -24,10 +24,13 @@ import numpy.typing as npt
 from rich.console import Console
 
 from specpilot.controller.errors import ConfigError
+from specpilot.controller.files import write_json
 from specpilot.controller.neural_file import save_model
-from specpilot.controller.trace.checks import Findings, chosen, empty, only, read_source, survey
+from specpilot.controller.trace.checked_reader import read_source
+from specpilot.controller.trace.findings import Findings
+from specpilot.controller.trace.format import records
 from specpilot.controller.trace.reader import TraceError
-from specpilot.controller.trace.writer import records
+from specpilot.controller.trace.sources import single_source
 from specpilot.policies.models.cost import fit_to_learn
 from specpilot.policies.models.trials import trials_of
 from specpilot.policies.neural import LAYERS, LOAD_FEATURES, TEXT_FEATURES, Context, Model, Net
@@ -48,7 +51,7 @@ DECAY = 1e-4
 Float = npt.NDArray[np.float64]
 
 
-class Report(msgspec.Struct, frozen=True):
+class NeuralFitReport(msgspec.Struct, frozen=True):
     """How well a model does on what was held out."""
 
     server: str
@@ -80,13 +83,13 @@ def fit_neural(traces: Sequence[Path], output: Path, server: str | None, json: P
         raise ConfigError(str(error)) from error
     save_model(model, output)
     if json is not None:
-        json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+        write_json(json, report)
     for line in _lines(report, output):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
-def _lines(report: Report, output: Path) -> Iterator[str]:
+def _lines(report: NeuralFitReport, output: Path) -> Iterator[str]:
     yield f"{output}: {output.stat().st_size:,} bytes, fitted to {report.records:,} records of {report.server}"
     errors = ", ".join(f"K={k} {100 * error:.1f} %" for k, error in report.seconds_error.items())
     yield f"on what was held out, seconds are off by (median): {errors}"
@@ -187,17 +190,15 @@ class Sampler:
 # -- fitting --
 
 
-def fit(traces: Sequence[Path], server: str | None = None, seed: int = 1) -> tuple[Model, Report]:
+def fit(traces: Sequence[Path], server: str | None = None, seed: int = 1) -> tuple[Model, NeuralFitReport]:
     """Return a model of one server's traces, and how good it is; TraceError says why there can be none."""
     findings = Findings()
-    source = only(chosen(survey(traces, findings), server))
+    source = single_source(traces, server, findings)
     positions = max(*source.hello.candidate_steps, 1)
     sampler = Sampler(source.hello, positions, np.random.default_rng(seed))
     for chunk in read_source(source, findings):
         for step, follows in zip(records(chunk.columns.batch), chunk.follows.tolist(), strict=True):
             sampler.learn(step, follows)
-    if not sampler.records:
-        raise TraceError(empty(source, findings))
     candidates = sorted(source.hello.candidate_steps)
     known = [k for k in candidates if sampler.timed.get(k, 0) >= LEAST_STEPS]
     if len(known) < 2:
@@ -215,7 +216,7 @@ def fit(traces: Sequence[Path], server: str | None = None, seed: int = 1) -> tup
         model, losses = _fitted(samples, known, positions, source.fingerprint, seed)
     finally:
         torch.set_num_threads(threads)
-    report = Report(
+    report = NeuralFitReport(
         server=source.server,
         fingerprint=source.fingerprint,
         records=sampler.records,

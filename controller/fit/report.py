@@ -10,9 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from specpilot.controller.fit.models import BandQuality, CellQuality, Fitted, SwitchQuality
-from specpilot.controller.fit.statistics import Part
-from specpilot.controller.trace.checks import Findings, Source
+from specpilot.controller.fit.acceptance_fit import BandQuality
+from specpilot.controller.fit.cost_fit import CellQuality, SwitchQuality
+from specpilot.controller.fit.prior import FittedPrior
+from specpilot.controller.fit.statistics import TraceStatistics
+from specpilot.controller.statistics import weighted_median
+from specpilot.controller.trace.sources import TraceSource
 
 LISTED_CELLS = 40
 """Cells that the table for a person shows, those with most records."""
@@ -25,37 +28,37 @@ class FitReport(msgspec.Struct, frozen=True):
 
     fingerprint: str
     prior: str
-    """Where it was written."""
+    """File that the prior was written to."""
     model: str
     draft_model: str
     gpu: str
     sglang_version: str
     servers: dict[str, int]
-    """Segments by server."""
+    """Number of segments by server."""
     records: int
     excluded: int
-    """Of the records, those that cannot be true."""
+    """Records that cannot be true, and were left out."""
     findings_by_kind: dict[str, int]
     findings: list[str]
-    """The first of each kind, a line each."""
+    """Lines about the first findings of each kind."""
     used: int
-    """Of the records, those whose seconds are a step's own."""
+    """Records whose seconds are a step's own."""
     not_used: dict[str, int]
-    """Of the others, why not."""
+    """Records whose seconds are not a step's own, by the reason."""
     held_out_error: float | None
     """Median over the records of |predicted - true| / true step seconds, each cell by its number of records."""
     prior_error: float | None
-    """The same of a controller that starts from the prior."""
+    """Median over the cells, each by its records, of |predicted - true| / true at a start from the prior."""
     coverage: float | None
     """Share of held-out records within the 95 % interval."""
     cells: list[CellQuality]
     switches: list[SwitchQuality]
     acceptance: list[BandQuality]
     acceptance_samples: list[float]
-    """What the prior's acceptance counts as, by position: few where it varied during the trace."""
+    """Trials that the prior's acceptance counts as, by position: few where it varied during the trace."""
 
 
-class Report(msgspec.Struct, frozen=True):
+class FitReports(msgspec.Struct, frozen=True):
     """All priors of one call."""
 
     fits: list[FitReport]
@@ -63,7 +66,7 @@ class Report(msgspec.Struct, frozen=True):
     """Files that are no part of any fit, and why."""
 
 
-def report_of(path: str, sources: Sequence[Source], part: Part, fitted: Fitted) -> FitReport:
+def report_of(path: str, sources: Sequence[TraceSource], statistics: TraceStatistics, fitted: FittedPrior) -> FitReport:
     """Put together what is reported of one prior."""
     hello = sources[-1].hello
     held_out = [cell for cell in fitted.cells if cell.held_out_error is not None]
@@ -76,33 +79,22 @@ def report_of(path: str, sources: Sequence[Source], part: Part, fitted: Fitted) 
         gpu=hello.gpu,
         sglang_version=hello.sglang_version,
         servers={source.server: len(source.segments) for source in sources},
-        records=part.findings.rows,
-        excluded=part.findings.excluded,
-        findings_by_kind=dict(sorted(part.findings.counts.items())),
-        findings=part.findings.lines(),
-        used=part.used,
-        not_used=dict(sorted((reason, count) for reason, count in part.reasons.items() if count)),
-        held_out_error=_median([cell.held_out_error or 0.0 for cell in held_out], weights),
-        prior_error=_median([cell.prior_error or 0.0 for cell in held_out], weights),
+        records=statistics.findings.rows,
+        excluded=statistics.findings.excluded,
+        findings_by_kind=dict(sorted(statistics.findings.counts.items())),
+        findings=statistics.findings.lines(),
+        used=statistics.used,
+        not_used=dict(sorted((reason, count) for reason, count in statistics.reasons.items() if count)),
+        held_out_error=weighted_median([cell.held_out_error or 0.0 for cell in held_out], weights)
+        if held_out
+        else None,
+        prior_error=weighted_median([cell.prior_error or 0.0 for cell in held_out], weights) if held_out else None,
         coverage=float(np.average([cell.coverage or 0.0 for cell in held_out], weights=weights)) if held_out else None,
         cells=fitted.cells,
         switches=fitted.switches,
         acceptance=fitted.bands,
         acceptance_samples=fitted.prior["acceptance"]["trials"],
     )
-
-
-def _median(values: list[float], weights: list[int]) -> float | None:
-    """Return the weighted median.
-
-    >>> _median([3.0, 1.0, 2.0], [1, 1, 5]), _median([], [])
-    (2.0, None)
-    """
-    if not values:
-        return None
-    order = np.argsort(values)
-    total = np.cumsum(np.array(weights)[order])
-    return values[int(order[np.searchsorted(total, total[-1] / 2.0)])]
 
 
 def print_report(report: FitReport, console: Console) -> None:
@@ -136,11 +128,6 @@ def print_lines(lines: Sequence[str], console: Console) -> None:
     """Write findings, a line each."""
     for line in lines:
         console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
-
-
-def print_unread(findings: Findings, console: Console) -> None:
-    """Write what was found before any record was read."""
-    print_lines(findings.lines(), console)
 
 
 def _cells(cells: Sequence[CellQuality]) -> Table:

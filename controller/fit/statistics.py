@@ -1,9 +1,9 @@
 """What a trace says of cost and acceptance, as statistics that merge: the part of ``specpilot fit`` that reads.
 
-    segment ──► Part (counts, samples, its first and last record) ──┐
-    segment ──► Part ───────────────────────────────────────────────┴─► join ──► Part of the whole
+    segment ──► TraceStatistics (counts, samples) ──┐
+    segment ──► TraceStatistics ────────────────────┴─► join ──► TraceStatistics of the whole
 
-Everything in a ``Part`` is a count or a *sample*: of each cell the records with the smallest hashes
+Everything in a ``TraceStatistics`` is a count or a *sample*: of each cell the records with the smallest hashes
 of their identity (a bottom-k sketch, Cohen & Kaplan 2007), which is a uniform sample and depends on
 the set of records alone. So nothing depends on how a trace was cut, on which core read what, or on
 the order, to the last bit; and memory does not depend on the trace's length.
@@ -19,26 +19,19 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from specpilot.controller.trace.checks import (
-    CLOCK_BACK_SECONDS,
-    Chunk,
-    Columns,
-    Findings,
-    Position,
-    SegmentReader,
-    clock_fits,
-    server_key,
-)
+from specpilot.controller.trace.checked_reader import Chunk
+from specpilot.controller.trace.columns import Columns
+from specpilot.controller.trace.findings import Findings
+from specpilot.controller.trace.format import server_key
+from specpilot.controller.trace.step_seconds import REASONS, SWITCHED, why_not_own
 from specpilot.policies.models.acceptance import BANDS
-from specpilot.policies.models.cost import HOST_GAP, OVERLAP_GAP, CostModel
-from specpilot.sglang_hooks.wire import ForwardKind, Hello
+from specpilot.policies.models.cost import CostModel
+from specpilot.sglang_hooks.wire import Hello
 
 SAMPLE, SWITCH_SAMPLE = 512, 128
 """Records kept of a cell and of a pair of K: 3 % of noise leaves 0.15 %."""
@@ -46,7 +39,7 @@ FOLDS, BLOCK_RECORDS = 5, 256
 """Held-out parts are every fifth block of so many records: neighbours share requests, so they stay together."""
 BLOCKS = 512
 """Blocks that are kept one by one, those of the smallest hashes: how much acceptance varies over time."""
-_WIDTHS = 8192
+WIDTHS = 8192
 """More than ``draft_tokens`` can be: a *kind* of step is K as asked times this, plus its draft tokens."""
 
 ROW = np.dtype([("hash", "u8"), ("seconds", "f8"), ("context", "i8"), ("size", "f8"), ("fold", "i8")])
@@ -72,25 +65,25 @@ class Sample:
 
 
 @dataclass
-class Part:
+class TraceStatistics:
     """The statistics of some segments of one server, or, joined, of a whole trace or a fleet's."""
 
     tree: bool
-    """Drafts are trees: the K as asked counts beside the draft tokens."""
+    """Whether drafts are trees: then the K as asked counts beside the draft tokens."""
     used: int = 0
     """Records whose seconds went into a cell."""
     reasons: Counter[str] = field(default_factory=Counter)
-    """Of the other records, why not."""
+    """Records whose seconds went into no cell, by the reason."""
     kinds: Counter[int] = field(default_factory=Counter)
     """Records by kind of step."""
     cells: dict[tuple[int, float], Sample] = field(default_factory=dict)
-    """By kind of step and size."""
+    """Samples of the records of a cell, by kind of step and size."""
     switches: dict[tuple[int, int], Sample] = field(default_factory=dict)
     """First steps after a switch, by the kinds before and after."""
     accepted: dict[tuple[int, int, int], NDArray[np.int64]] = field(default_factory=dict)
-    """By kind, band and fold: requests that accepted so many drafts, shape (drafts + 1, 2); [:, 1] ended there."""
+    """Requests that accepted so many drafts, by kind, band and fold: shape (drafts + 1, 2); [:, 1] ended there."""
     blocks: dict[int, dict[int, NDArray[np.int64]]] = field(default_factory=dict)
-    """The same of single blocks, by the block's hash and kind."""
+    """Requests that accepted so many drafts in single blocks, by the block's hash and kind; as in ``accepted``."""
     findings: Findings = field(default_factory=Findings)
 
     def take(self, chunk: Chunk, before: Any | None, size_of: CostModel) -> None:
@@ -107,8 +100,8 @@ class Part:
         previous = np.concatenate((kinds[:1], kinds[:-1]))
         if before is not None:
             previous[0] = self._kinds_of(Columns(before))[0]
-        same = previous % _WIDTHS == kinds % _WIDTHS
-        reason = why_not(columns, follows, same)
+        same = previous % WIDTHS == kinds % WIDTHS
+        reason = why_not_own(columns, follows, same)
         for number, count in enumerate(np.bincount(reason, minlength=len(REASONS)).tolist()):
             if count and number:
                 self.reasons[REASONS[number]] += count
@@ -133,7 +126,7 @@ class Part:
         accepted, truncated = columns.ragged("accepted_drafts"), columns.ragged("truncated")
         places = np.stack((kinds, bands_of(columns), columns["record_seq"] // BLOCK_RECORDS))
         groups, inverse = np.unique(places, axis=1, return_inverse=True)
-        depth = int((groups[0] % _WIDTHS).max(initial=1))
+        depth = int((groups[0] % WIDTHS).max(initial=1))
         ended = np.zeros(len(accepted.values), np.int64)
         ended[accepted.offsets[truncated.owners] + truncated.values] = 1
         live = accepted.values >= 0
@@ -142,7 +135,7 @@ class Part:
         table = np.bincount(place, minlength=groups.shape[1] * depth * 2).reshape(-1, depth, 2)
         hashes = identities(hello, groups[2]).tolist()
         for (kind, band, block), hashed, counted in zip(groups.T.tolist(), hashes, table, strict=True):
-            width = kind % _WIDTHS
+            width = kind % WIDTHS
             if width > 1 and counted.any():
                 counted = counted[:width].copy()
                 _count(self.accepted, (kind, band, block % FOLDS), counted)
@@ -154,7 +147,7 @@ class Part:
             for hashed in sorted(self.blocks)[BLOCKS:]:
                 del self.blocks[hashed]
 
-    def join(self, later: Part) -> None:
+    def join(self, later: TraceStatistics) -> None:
         """Take in the statistics of what was read apart from these; findings are kept in the order of joining."""
         self.used += later.used
         self.reasons.update(later.reasons)
@@ -171,25 +164,7 @@ class Part:
 
     def _kinds_of(self, columns: Columns) -> NDArray[np.int64]:
         asked = columns["steps"].astype(np.int64) if self.tree else 0
-        return asked * _WIDTHS + columns["draft_tokens"].astype(np.int64)
-
-
-def kind_steps(kinds: Counter[int], tree: bool) -> dict[int, int | None]:
-    """Return the K of each kind of step, None where it cannot be told; as ``policies/models/applied.py`` tells it.
-
-    >>> kind_steps(Counter({2 * 8192 + 8: 3, 3 * 8192 + 16: 1, 2 * 8192 + 16: 1, 2 * 8192 + 4: 1}), tree=True)
-    {16392: 2, 24592: 3, 16400: 3, 16388: None}
-    """
-    if not tree:
-        return {kind: max(kind % _WIDTHS - 1, 0) for kind in kinds}
-    usual: dict[int, int] = {}
-    for kind, _ in sorted(kinds.items(), key=lambda item: (-item[1], item[0])):
-        usual.setdefault(kind // _WIDTHS, kind % _WIDTHS)
-    of_width = {width: steps for steps, width in sorted(usual.items(), reverse=True)}
-    return {
-        kind: kind // _WIDTHS if usual[kind // _WIDTHS] == kind % _WIDTHS else of_width.get(kind % _WIDTHS)
-        for kind in kinds
-    }
+        return asked * WIDTHS + columns["draft_tokens"].astype(np.int64)
 
 
 _Key = TypeVar("_Key")
@@ -209,40 +184,6 @@ def _merge(mine: dict[_Key, Sample], theirs: dict[_Key, Sample]) -> None:
 
 
 # -- one row at a time --
-
-REASONS = (
-    "",
-    "the record before it is missing or was excluded",
-    "the batch had a grammar",
-    "the server had been idle",
-    "other forward passes came between",
-    "the pass before was no decode",
-    "no time is given",
-    "the host waited before the launch",
-    "K had just changed",
-)
-"""Why a record's seconds are not taken for a step's own, the first that applies; "": they are."""
-NOT_FOLLOWING, SWITCHED = 1, len(REASONS) - 1
-
-
-def why_not(columns: Columns, follows: NDArray[np.bool_], same: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the index in REASONS for each row: ``specpilot.policies.models.cost.fit_to_learn`` for columns.
-
-    ``follows``: the row before is the record made just before; ``same``: of as many draft tokens.
-    """
-    seconds = columns["seconds"]
-    waited = columns["launch_gap_seconds"] > np.where(columns["overlap"], OVERLAP_GAP, HOST_GAP) * seconds
-    tests = (
-        ~follows,
-        columns["grammar"],
-        columns["after_idle"],
-        columns["forwards"] != 1,
-        columns["previous_kind"] != ForwardKind.DECODE,
-        seconds <= 0.0,
-        waited,
-        ~same,
-    )
-    return np.select(tests, range(1, len(REASONS)), 0)
 
 
 def bands_of(columns: Columns) -> NDArray[np.int64]:
@@ -280,94 +221,3 @@ def _groups(first: NDArray[Any], second: NDArray[Any], rows: NDArray[Any]) -> It
     starts = np.flatnonzero(np.concatenate(([True], (first[1:] != first[:-1]) | (second[1:] != second[:-1]))))
     for start, end in pairwise([*starts.tolist(), len(rows)]):
         yield (first[start].item(), second[start].item()), rows[start:end]
-
-
-# -- a segment, and what it takes to join it to those before it --
-
-
-@dataclass
-class SegmentPart:
-    """What one segment says, read without the others."""
-
-    path: Path
-    part: Part
-    process: tuple[str, str] = ("", "")
-    """Server and instance; empty where the file could not be read."""
-    first: Position | None = None
-    last: Position | None = None
-    head: Any = None
-    """The first row as a record batch, if it passed."""
-    tail: Any = None
-    """The last row, if it passed."""
-
-
-def read_segment(
-    path: Path, after: Position | None = None, before: Any = None, not_before: float = float("-inf")
-) -> SegmentPart:
-    """Return the statistics of a segment.
-
-    ``after`` and ``before``: the position and, if it passed, the row of the last record of the same
-    process, where the segment is to be read as what follows it; ``not_before``: as in ``SegmentReader``.
-    """
-    findings = Findings()
-    reader = SegmentReader(path, findings)
-    hello = reader.hello
-    if hello is None:
-        return SegmentPart(path, Part(False, findings=findings))
-    reader.not_before = not_before
-    part = Part(hello.topk > 1, findings=findings)
-    read = SegmentPart(path, part, (server_key(hello), hello.instance))
-    sizes = CostModel(hello)
-    for chunk in reader.chunks(after):
-        part.take(chunk, before, sizes)
-        batch = chunk.columns.batch
-        if read.head is None and not chunk.rows[0]:
-            read.head = batch.take([0])
-        before = batch.take([len(batch) - 1])
-    read.first, read.last = reader.first, reader.last
-    read.tail = before if reader.last is not None and reader.last.passed else None
-    return read
-
-
-class Joined:
-    """Statistics of segments that are joined one after the other, each server's in order."""
-
-    def __init__(self, hello: Hello) -> None:
-        """``hello``: of any of the servers; they share a fingerprint."""
-        self.part = Part(hello.topk > 1)
-        self._hello = hello
-        self._sizes = CostModel(hello)
-        self._ends: dict[tuple[str, str], tuple[Position, Any]] = {}
-        self._newest: tuple[Path, float] | None = None
-
-    def add(self, read: SegmentPart) -> None:
-        """Join a segment; where it does not simply go on where its process was left, it is read again for that."""
-        end = self._ends.get(read.process)
-        if read.first is not None and end is not None:
-            after, tail = end
-            ahead, steps = read.first.record_seq - after.record_seq, read.first.step - after.step
-            head = None if read.head is None else Columns(read.head)
-            if ahead != 1 or steps < 1 or head is None or not self._in_time(head, after):
-                read = read_segment(read.path, after, tail)
-            elif tail is not None:
-                hello = msgspec.structs.replace(self._hello, **_named(read.process))
-                read.part.reasons[REASONS[NOT_FOLLOWING]] -= 1
-                self.part.take_costs(head, np.ones(1, bool), tail, hello, self._sizes)
-        elif read.first is not None and self._newest is not None:
-            path, time = self._newest
-            if path.parent == read.path.parent and read.first.time < time - CLOCK_BACK_SECONDS:
-                read = read_segment(read.path, not_before=time)
-        self.part.join(read.part)
-        if read.last is not None:
-            self._ends[read.process] = read.last, read.tail
-            self._newest = read.path, read.last.time
-
-    @staticmethod
-    def _in_time(head: Columns, after: Position) -> bool:
-        return bool(clock_fits(head["time"][0] - after.time, head["seconds"][0], np.True_))
-
-
-def _named(process: tuple[str, str]) -> dict[str, Any]:
-    server, instance = process
-    server_id, _, rank = server.rpartition("/")
-    return {"server_id": server_id, "dp_rank": int(rank), "instance": instance}

@@ -18,7 +18,7 @@ import msgspec
 
 from specpilot.controller.errors import ConfigError
 from specpilot.controller.serve.switchback import Stored
-from specpilot.controller.trace.writer import folder_name
+from specpilot.controller.trace.format import folder_name
 from specpilot.policies.models.cost_prior import fingerprint
 from specpilot.sglang_hooks.wire import Hello
 

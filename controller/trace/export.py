@@ -1,7 +1,7 @@
 """A trace as one Parquet, CSV or JSON-lines file: ``specpilot trace export``.
 
 Every record of every server becomes a row: the server's name, the ``instance`` of its process, then
-the columns of ``trace.SCHEMA`` with their exact values. Lists stay lists in Parquet and JSON lines, and are
+the columns of ``format.SCHEMA`` with their exact values. Lists stay lists in Parquet and JSON lines, and are
 JSON text in CSV. Parquet also carries each process's Hello, as JSON, under ``specpilot.hello`` in its
 metadata. At most ``ROWS`` rows are in memory; the file appears whole, under its name, or not at all.
 """
@@ -24,15 +24,15 @@ import pyarrow.parquet
 from rich.console import Console
 
 from specpilot.controller.errors import CommandError
+from specpilot.controller.trace.format import SCHEMA
 from specpilot.controller.trace.info import ServerTrace, print_trace_info, trace_info
 from specpilot.controller.trace.reader import Segment, segments
-from specpilot.controller.trace.writer import SCHEMA
 
 Format = Literal["parquet", "csv", "jsonl"]
 ROWS = 1 << 16
 """Rows of a Parquet row group, and of what is held before it is written."""
 HELD_BYTES = 32 << 20
-"""The same in bytes, for servers with large batches."""
+"""Bytes that are held before they are written, if these are reached first: of servers with large batches."""
 
 EXPORTED = pa.schema(
     [
@@ -70,7 +70,7 @@ class _Parquet:
 
 class _Csv:
     def __init__(self, file: Any) -> None:
-        columns = [pa.field(one.name, pa.string(), False) if _is_list(one) else one for one in EXPORTED]
+        columns = [pa.field(column.name, pa.string(), False) if _is_list(column) else column for column in EXPORTED]
         self._writer = pa.csv.CSVWriter(file, pa.schema(columns))
 
     def write(self, table: Any) -> None:
@@ -114,8 +114,8 @@ def format_of(output: Path, given: Format | None = None) -> Format:
     """
     if given is not None:
         return given
-    if found := _ENDINGS.get(output.suffix.lower()):
-        return found
+    if by_ending := _ENDINGS.get(output.suffix.lower()):
+        return by_ending
     raise ExportError(f"{output}: which format? End it in {', '.join(_ENDINGS)}, or give --format")
 
 

@@ -18,14 +18,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from specpilot.controller.trace.format import Configuration
 from specpilot.controller.trace.reader import Segment, TraceError, segments
-from specpilot.controller.trace.writer import Configuration
 
 LISTED_FAULTS = 100
 """Gaps and damage that ``trace_info`` describes one by one, per server; all are counted."""
-
-
 LISTED_CONFIGURATIONS = 20
+"""Configurations that ``print_trace_info`` shows of a server, the newest ones."""
 
 
 class ServerTrace(msgspec.Struct):
@@ -41,10 +40,10 @@ class ServerTrace(msgspec.Struct):
     share_by_steps: dict[str, float] = {}
     batch_size_min: int = 0
     batch_size_median: int = 0
-    """The lower one of an even number of records."""
+    """Lower median of the records' batch sizes."""
     batch_size_max: int = 0
     configurations: list[Configuration] = []
-    """That came in force, in order; the first is the one at the oldest segment."""
+    """Configurations that came in force, in order; the first is the one at the oldest segment."""
     dropped: int = 0
     """Records missing in gaps; what precedes the first record of the oldest segment is not known."""
     gaps: int = 0
@@ -52,7 +51,7 @@ class ServerTrace(msgspec.Struct):
     unreadable: int = 0
     """Files that are no segments of this version."""
     faults: list[str] = []
-    """A line for each of these three, the first LISTED_FAULTS of them."""
+    """A line for each gap, torn segment and unreadable file, the first LISTED_FAULTS of them."""
 
     def fault(self, text: str) -> None:
         """List one more fault."""
@@ -61,7 +60,7 @@ class ServerTrace(msgspec.Struct):
 
 
 Take = Callable[[str, Segment, Any], None]
-"""Is given every batch (``trace.SCHEMA``, not empty) with its server's name and its segment."""
+"""Called with each server's name, segment and batch (columns of ``format.SCHEMA``, not empty)."""
 
 
 def trace_info(paths: Iterable[Path], take: Take | None = None) -> dict[str, ServerTrace]:
@@ -71,11 +70,11 @@ def trace_info(paths: Iterable[Path], take: Take | None = None) -> dict[str, Ser
     """
     groups = {folder: list(group) for folder, group in groupby(segments(paths), key=lambda path: path.parent)}
     names = Counter(folder.name for folder in groups)
-    found = {}
+    servers = {}
     for folder, group in groups.items():
         name = unquote(folder.name) if names[folder.name] == 1 else str(folder)
-        found[name] = _server_info(name, group, take)
-    return found
+        servers[name] = _server_info(name, group, take)
+    return servers
 
 
 def _server_info(name: str, paths: Sequence[Path], take: Take | None) -> ServerTrace:
@@ -148,9 +147,9 @@ def print_trace_info(info: dict[str, ServerTrace], console: Console) -> None:
             grid.add_row("time", f"{_when(server.first_time)} to {_when(server.last_time)}")
             grid.add_row("steps", share)
             grid.add_row("batch size", f"{sizes} (min / median / max)")
-        for one in server.configurations[-LISTED_CONFIGURATIONS:]:
-            config = msgspec.json.encode(one.config).decode()
-            grid.add_row("configured", escape(f"since {_when(one.time)}, epoch {one.epoch:,}: {config}"))
+        for since in server.configurations[-LISTED_CONFIGURATIONS:]:
+            config = msgspec.json.encode(since.config).decode()
+            grid.add_row("configured", escape(f"since {_when(since.time)}, epoch {since.epoch:,}: {config}"))
         console.print(grid)
         unlisted = server.gaps + server.torn + server.unreadable - len(server.faults)
         for text in (*server.faults, *([f"and {unlisted:,} more such lines"] if unlisted else [])):

@@ -2,7 +2,7 @@
 
 A segment is read as a stream, one batch in memory at a time; its writer may still append to
 it. Damage behind its header, such as a crash leaves, ends the reading early and is reported,
-not raised. The columns of a batch are ``trace.SCHEMA``; ``trace.records`` makes StepRecords.
+not raised. The columns of a batch are ``format.SCHEMA``; ``format.records`` makes StepRecords.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 import pyarrow as pa
 
 from specpilot.controller.errors import CommandError
-from specpilot.controller.trace.writer import FORMAT_VERSION, SCHEMA, Configuration, segments_in
+from specpilot.controller.trace.format import FORMAT_VERSION, SCHEMA, Configuration, segments_in
 from specpilot.sglang_hooks.wire import Hello
 
 _MESSAGE_MARK = b"\xff\xff\xff\xff"

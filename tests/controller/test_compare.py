@@ -20,8 +20,8 @@ import pytest
 from specpilot.controller.client.settings import change_settings
 from specpilot.controller.compare.command import Run, orders
 from specpilot.controller.compare.report import cells
+from specpilot.controller.trace.format import records
 from specpilot.controller.trace.reader import Segment, segments
-from specpilot.controller.trace.writer import records
 from specpilot.sglang_hooks.wire import SetRequest, StepRecord
 from tests.controller.test_service import Controller
 from tests.support.waiting import until

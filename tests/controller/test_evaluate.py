@@ -10,7 +10,8 @@ import pytest
 
 from specpilot.controller.cli import main
 from specpilot.controller.config import SwitchbackConfig, TraceConfig
-from specpilot.controller.evaluate.command import EFFECT, EFFICIENCY, evaluate
+from specpilot.controller.evaluate.evaluation import evaluate
+from specpilot.controller.evaluate.report import EFFECT, EFFICIENCY
 from specpilot.controller.replay.run import ReplayRun, serve
 from specpilot.controller.replay.scenario import Scenario
 from specpilot.controller.serve.switchback import Arm, Switchback, fallback_plan

@@ -19,16 +19,19 @@ from rich.console import Console
 
 from specpilot.controller import cli
 from specpilot.controller.errors import ConfigError
-from specpilot.controller.fit.command import FitRequest, fit_command, read_fleet
-from specpilot.controller.fit.models import Fitted, _huber, _line, fit
-from specpilot.controller.fit.report import DOUBTFUL, LISTED_CELLS, Report, print_report
+from specpilot.controller.fit.command import FitRequest, fit_command
+from specpilot.controller.fit.cost_fit import cost_line, robust_line
+from specpilot.controller.fit.engines import read_fleet
+from specpilot.controller.fit.prior import FittedPrior, fit
+from specpilot.controller.fit.report import DOUBTFUL, LISTED_CELLS, FitReports, print_report
 from specpilot.controller.replay.judge import JudgedSteps
 from specpilot.controller.replay.run import serve
 from specpilot.controller.replay.scenario import GENERATED_REQUESTS, Scenario
 from specpilot.controller.serve.priors import PriorStore
 from specpilot.controller.simulation.named_surfaces import load_surface
 from specpilot.controller.simulation.workload import Phase, generated_requests
-from specpilot.controller.trace.checks import Findings, survey
+from specpilot.controller.trace.findings import Findings
+from specpilot.controller.trace.sources import survey
 from specpilot.controller.trace.writer import TraceWriter
 from specpilot.policies.baselines import Truth
 from specpilot.policies.goodput import Goodput
@@ -75,7 +78,7 @@ def steady(
     return rows
 
 
-def fitted(*paths: Path) -> Fitted:
+def fitted(*paths: Path) -> FittedPrior:
     sources = survey(paths, Findings())
     return fit(read_fleet(sources, "serial", None, QUIET), sources[-1].hello)
 
@@ -197,7 +200,7 @@ def test_lines_are_finite_and_near_whatever_the_records(
     rng = np.random.default_rng(seed)
     context = 1000.0 + span * rng.random(count)
     seconds = scale * np.exp(rng.normal(0.0, noise, count)) * np.where(rng.random(count) < outliers, 1e3, 1.0)
-    line = _line(seconds, context, _huber())
+    line = cost_line(seconds, context, robust_line())
     assert all(math.isfinite(value) for value in msgspec.structs.astuple(line))
     predicted = line.seconds(context)
     assert np.all(predicted > 0.0)
@@ -327,7 +330,7 @@ def test_servers_of_one_fingerprint_are_a_fleet(tmp_path: Path) -> None:
     write(tmp_path, steady(600, 9, sizes=[8]), key="other:1/1", **OF_SERVER)
     report_file = tmp_path / "report.json"
     assert run(tmp_path, "-o", tmp_path / "prior.json", "--json", report_file) == 0
-    (report,) = msgspec.json.decode(report_file.read_bytes(), type=Report).fits
+    (report,) = msgspec.json.decode(report_file.read_bytes(), type=FitReports).fits
     assert report.servers == {KEY: 1, "other:1/1": 1}
     assert report.records == sum(len(steady(600, seed, sizes=[8])) for seed in (8, 9))
     assert report.used + sum(report.not_used.values()) == report.records - report.excluded
@@ -357,7 +360,7 @@ def test_the_table_shows_most_of_many_cells_and_marks_the_doubtful(tmp_path: Pat
     write(tmp_path, steady(2_000, 11, sizes=CAPTURED[:12]), **OF_SERVER)
     report_file = tmp_path / "report.json"
     assert run(tmp_path, "-o", tmp_path / "prior.json", "--json", report_file) == 0
-    (report,) = msgspec.json.decode(report_file.read_bytes(), type=Report).fits
+    (report,) = msgspec.json.decode(report_file.read_bytes(), type=FitReports).fits
     assert len(report.cells) > LISTED_CELLS
     console = Console(width=200, record=True, file=io.StringIO())
     doubtful = msgspec.structs.replace(

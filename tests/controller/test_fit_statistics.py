@@ -18,24 +18,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specpilot.controller.fit.models import _trials
+from specpilot.controller.fit.acceptance_fit import trials_by_position
+from specpilot.controller.fit.by_k import kind_steps
+from specpilot.controller.fit.joining import Joined, read_segment
 from specpilot.controller.fit.statistics import (
     BLOCK_RECORDS,
     FOLDS,
-    REASONS,
     ROW,
     SAMPLE,
-    Joined,
-    Part,
     Sample,
+    TraceStatistics,
     bands_of,
     identities,
-    kind_steps,
-    read_segment,
-    why_not,
 )
-from specpilot.controller.trace.checks import Columns, Findings, read_checked, survey
-from specpilot.controller.trace.writer import to_batch
+from specpilot.controller.trace.checked_reader import read_checked
+from specpilot.controller.trace.columns import Columns
+from specpilot.controller.trace.findings import Findings
+from specpilot.controller.trace.format import to_batch
+from specpilot.controller.trace.sources import survey
+from specpilot.controller.trace.step_seconds import REASONS, why_not_own
 from specpilot.policies.models.acceptance import BANDS
 from specpilot.policies.models.applied import AppliedSteps
 from specpilot.policies.models.cost import fit_to_learn
@@ -84,7 +85,7 @@ def served(count: int, seed: int = 0, start: int = 0, **changes: Any) -> list[St
     return rows
 
 
-def part_of(*paths: Path) -> Part:
+def part_of(*paths: Path) -> TraceStatistics:
     (source,) = survey(paths, Findings())
     joined = Joined(source.hello)
     for path in source.segments:
@@ -92,7 +93,7 @@ def part_of(*paths: Path) -> Part:
     return joined.part
 
 
-def facts(part: Part) -> dict[str, Any]:
+def facts(part: TraceStatistics) -> dict[str, Any]:
     """All that a fit is made from, in a form that compares."""
     return {
         "used": part.used,
@@ -126,7 +127,7 @@ def test_the_rule_for_columns_is_the_learners_record_by_record(seed: int, at: li
         for chunk in read_checked([path]):
             tokens = chunk.columns["draft_tokens"]
             same = np.concatenate(([tokens[0] == before], tokens[1:] == tokens[:-1]))
-            found += (why_not(chunk.columns, chunk.follows, same) == 0).tolist()
+            found += (why_not_own(chunk.columns, chunk.follows, same) == 0).tolist()
             before = tokens[-1]
     assert found == [fit_to_learn(step, previous) for previous, step in pairwise([None, *rows])]
     assert any(found)
@@ -152,7 +153,7 @@ def test_the_rule_for_columns_is_the_learners_record_by_record(seed: int, at: li
 def test_why_a_record_tells_no_time(changes: dict[str, Any], reason: str) -> None:
     columns = Columns(to_batch([record(record_seq=0), record(record_seq=1, **changes)]))
     same = np.array([True, columns["draft_tokens"][1] == columns["draft_tokens"][0]])
-    assert REASONS[why_not(columns, np.array([False, True]), same)[1]] == reason
+    assert REASONS[why_not_own(columns, np.array([False, True]), same)[1]] == reason
     previous, step = record(record_seq=0), record(record_seq=1, **changes)
     assert fit_to_learn(step, previous) == (reason == "")
 
@@ -186,7 +187,7 @@ def test_acceptance_counts_are_the_trials_of_all_records(seed: int, depth: int) 
             for (kind, of_band, fold), counted in part.accepted.items()
             if band in (None, of_band)
         }
-        assert np.array_equal(np.array(_trials(tables, depth)), expected)
+        assert np.array_equal(np.array(trials_by_position(tables, depth)), expected)
 
 
 def test_bands_are_those_of_the_model() -> None:
@@ -339,7 +340,7 @@ def test_trees_are_counted_by_their_depth(tmp_path: Path) -> None:
     assert part.used == 99
     assert kind_steps(part.kinds, True) == {3 * 8192 + 16: 3}
     tables = {(3, band, fold): counted for (_, band, fold), counted in part.accepted.items()}
-    assert [counts.tolist() for counts in _trials(tables, 5)] == [[100, 75, 50, 0, 0], [75, 50, 25, 0, 0]]
+    assert [counts.tolist() for counts in trials_by_position(tables, 5)] == [[100, 75, 50, 0, 0], [75, 50, 25, 0, 0]]
     assert part_of(tmp_path).kinds == {3 * 8192 + 16: 100}
 
 

@@ -27,17 +27,12 @@ from rich.console import Console
 
 from specpilot.controller.config import TraceConfig
 from specpilot.controller.errors import ConfigError
+from specpilot.controller.trace import format as trace_format
 from specpilot.controller.trace import writer as trace
+from specpilot.controller.trace.format import FORMAT_VERSION, SCHEMA, folder_name, to_batch
 from specpilot.controller.trace.info import LISTED_FAULTS, ServerTrace, print_trace_info, trace_info
 from specpilot.controller.trace.reader import Segment, TraceError, segments
-from specpilot.controller.trace.writer import (
-    FORMAT_VERSION,
-    SCHEMA,
-    TraceWriter,
-    check_directory,
-    folder_name,
-    to_batch,
-)
+from specpilot.controller.trace.writer import TraceWriter, check_directory
 from specpilot.sglang_hooks.wire import DecisionSource, StepBatch, StepRecord, encode
 from tests.support.messages import hello, record
 
@@ -51,7 +46,7 @@ def numbered(start: int, count: int, **changes: Any) -> list[StepRecord]:
 
 
 def read(paths: Sequence[Path]) -> list[StepRecord]:
-    return [r for path in segments(paths) for batch in Segment(path) for r in trace.records(batch)]
+    return [r for path in segments(paths) for batch in Segment(path) for r in trace_format.records(batch)]
 
 
 def write(directory: Path, *batches: Sequence[StepRecord], key: str = KEY, **of_hello: Any) -> Path:
@@ -85,7 +80,7 @@ def test_schema_has_a_column_for_every_field_in_order() -> None:
 
 
 def test_no_column_type_is_left_of_a_field_that_is_gone() -> None:
-    assert set(trace._TYPE_OF) == set(StepRecord.__struct_fields__)
+    assert set(trace_format._TYPE_OF) == set(StepRecord.__struct_fields__)
 
 
 def _values_of(kind: Any) -> st.SearchStrategy[Any]:
@@ -120,7 +115,7 @@ def test_round_trip_is_exact(batches: list[list[StepRecord]]) -> None:
 
 @given(st.lists(RECORDS, min_size=1, max_size=9), st.integers(0, 9), st.integers(0, 9))
 def test_a_slice_of_a_batch_converts_to_its_own_records(records: list[StepRecord], start: int, count: int) -> None:
-    part = trace.records(to_batch(records).slice(min(start, len(records)), count))
+    part = trace_format.records(to_batch(records).slice(min(start, len(records)), count))
     assert encode(StepBatch(part, 0)) == encode(StepBatch(records[start : start + count], 0))
 
 
@@ -147,14 +142,14 @@ def test_a_segment_that_grows_is_read_on_from_where_the_last_reading_ended(tmp_p
         path.write_bytes(whole[:size])
         segment = Segment(path, offset)
         for batch in segment:
-            found += trace.records(batch)
+            found += trace_format.records(batch)
         assert offset <= segment.offset <= size
         assert segment.bytes_lost == size - segment.offset
         offset = segment.offset
     path.write_bytes(whole)
     for _ in range(2):
         segment = Segment(path, offset)
-        found += [r for batch in segment for r in trace.records(batch)]
+        found += [r for batch in segment for r in trace_format.records(batch)]
         assert (segment.hello, segment.torn, segment.offset) == (hello(), False, len(whole))
         offset = segment.offset
     assert found == numbered(0, 7)
@@ -302,7 +297,7 @@ def test_a_file_cut_anywhere_gives_every_whole_batch_and_says_what_it_ignored(tm
         for cut in range(len(whole), -1, -1):
             file.truncate(cut)
             segment = Segment(path)
-            found = [trace.records(batch) for batch in segment]
+            found = [trace_format.records(batch) for batch in segment]
             count = sum(end <= cut for end in ends) - 1
             assert found == batches[: max(count, 0)], cut
             last = ends[count] if count >= 0 else 0
@@ -343,7 +338,7 @@ def test_flipped_bytes_never_do_worse_than_wrong_values(data: st.DataObject) -> 
         path.write_bytes(content)
         with contextlib.suppress(TraceError):
             for batch in Segment(path):
-                trace.records(batch)
+                trace_format.records(batch)
 
 
 def _stream(path: Path, schema: Any) -> None:

@@ -17,9 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specpilot.controller.config import TraceConfig
-from specpilot.controller.trace.checks import LISTED_PER_KIND, Chunk, Findings, read_checked, survey
+from specpilot.controller.trace.checked_reader import Chunk, read_checked
+from specpilot.controller.trace.findings import LISTED_PER_KIND, Findings
+from specpilot.controller.trace.format import SCHEMA, folder_name, records, to_batch
 from specpilot.controller.trace.reader import TraceError, segments
-from specpilot.controller.trace.writer import SCHEMA, TraceWriter, folder_name, records, to_batch
+from specpilot.controller.trace.sources import survey
+from specpilot.controller.trace.writer import TraceWriter
 from specpilot.policies.models.cost_prior import fingerprint
 from specpilot.sglang_hooks.wire import StepRecord
 from tests.support.messages import hello, record

@@ -16,8 +16,8 @@ import pytest
 from specpilot.controller.cli import main
 from specpilot.controller.trace import export as trace_export
 from specpilot.controller.trace.export import ExportError, export_trace
+from specpilot.controller.trace.format import SCHEMA
 from specpilot.controller.trace.reader import segments
-from specpilot.controller.trace.writer import SCHEMA
 from specpilot.sglang_hooks.wire import StepRecord
 from tests.controller.test_trace import numbered, write
 from tests.support.messages import hello, record

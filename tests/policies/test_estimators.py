@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specpilot.controller.evaluate.command import Judged, fold_sums, judge
-from specpilot.controller.evaluate.models import fit_folds
-from specpilot.controller.trace.checks import Chunk
+from specpilot.controller.evaluate.evaluation import JudgedLog, fold_sums, judge
+from specpilot.controller.evaluate.fold_models import fit_folds
+from specpilot.controller.trace.checked_reader import Chunk
 from specpilot.policies.interface import Grid, Plan
 from specpilot.policies.offpolicy.bootstrap import poisson_weights
 from specpilot.policies.offpolicy.estimators import ESTIMATORS
@@ -28,7 +28,7 @@ BUSY = Log(30_000, 1, exploration=0.1)
 """Explored so much that 30,000 steps tell what 300,000 do at 1 %."""
 
 
-def judged(log: Log, **plans: Plan | None) -> Judged:
+def judged(log: Log, **plans: Plan | None) -> JudgedLog:
     folds = fold_sums(log.chunks(), log.hello)
     assert folds is not None
     tables = {name: None if plan is None else [plan] for name, plan in plans.items()}

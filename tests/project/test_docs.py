@@ -21,7 +21,7 @@ from specpilot.controller.config import Config, load_config
 from specpilot.controller.serve.counters import CONTROLLER_COUNTERS, SERVER_COUNTERS
 from specpilot.controller.serve.report import ControllerStatus, ServerStatus
 from specpilot.controller.serve.switchback import SwitchbackStatus
-from specpilot.controller.trace.writer import SCHEMA
+from specpilot.controller.trace.format import SCHEMA
 from specpilot.policies.knowledge import Estimate
 from specpilot.sglang_hooks.agent import Agent, ServerFacts
 from specpilot.sglang_hooks.counters import COUNTERS

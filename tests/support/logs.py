@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from specpilot.controller.trace.checks import Chunk, Columns
-from specpilot.controller.trace.writer import FORMAT_VERSION, SCHEMA
+from specpilot.controller.trace.checked_reader import Chunk
+from specpilot.controller.trace.columns import Columns
+from specpilot.controller.trace.format import FORMAT_VERSION, SCHEMA
 from specpilot.policies.interface import Grid, Plan
 from specpilot.policies.models.cost_prior import fingerprint
 from specpilot.policies.offpolicy.overlap import RELATIONS, Strata
@@ -220,7 +221,7 @@ class Log:
         return pa.record_batch(arrays, schema=SCHEMA), states
 
     def chunks(self) -> Iterator[Chunk]:
-        """As ``trace_checks`` would read them."""
+        """As ``trace.checked_reader`` would read them."""
         own, key = self.hello, fingerprint(self.hello)
         for part, (batch, _) in enumerate(self.parts()):
             follows = np.ones(batch.num_rows, bool)

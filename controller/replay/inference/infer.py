@@ -23,7 +23,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from specpilot.controller.replay.inference.acceptance import WINDOW_SECONDS, WindowedAcceptance
 from specpilot.controller.replay.inference.costs import TracedCosts
@@ -32,9 +31,11 @@ from specpilot.controller.replay.policies import ReplayError
 from specpilot.controller.replay.scenario import KV_TOKENS, Scenario
 from specpilot.controller.simulation.named_surfaces import NamedSurface
 from specpilot.controller.simulation.workload import Arrival, Phase
-from specpilot.controller.trace.checks import Findings, chosen, empty, only, read_source, survey
+from specpilot.controller.trace.checked_reader import read_source
+from specpilot.controller.trace.findings import Findings
+from specpilot.controller.trace.format import records
 from specpilot.controller.trace.reader import TraceError
-from specpilot.controller.trace.writer import records
+from specpilot.controller.trace.sources import TraceSource, single_source
 from specpilot.sglang_hooks.wire import MASKED, Hello, StepRecord
 
 IDLE_SECONDS = 60.0
@@ -93,13 +94,13 @@ def infer(paths: Sequence[Path], server: str | None = None, limit: int | None = 
     """
     findings = Findings()
     try:
-        source = only(chosen(survey(paths, findings), server))
-        return _Inference(source.server, source.hello).run(islice(_rows(source, findings), limit), findings, source)
+        source = single_source(paths, server, findings)
+        return _Inference(source.server, source.hello).run(islice(_rows(source, findings), limit), findings)
     except TraceError as error:
         raise ReplayError(str(error)) from error
 
 
-def _rows(source: Any, findings: Findings) -> Iterator[tuple[StepRecord, bool, str]]:
+def _rows(source: TraceSource, findings: Findings) -> Iterator[tuple[StepRecord, bool, str]]:
     for chunk in read_source(source, findings):
         instance = chunk.hello.instance
         for step, follows in zip(records(chunk.columns.batch), chunk.follows.tolist(), strict=True):
@@ -120,7 +121,7 @@ class _Inference:
         self._cut_seconds = 0.0
         self._unjoined = 0
 
-    def run(self, rows: Iterable[tuple[StepRecord, bool, str]], findings: Findings, source: Any) -> Inferred:
+    def run(self, rows: Iterable[tuple[StepRecord, bool, str]], findings: Findings) -> Inferred:
         depth = max(max(self._hello.candidate_steps), 1)
         ended_at, count = 0.0, 0
         previous: StepRecord | None = None
@@ -148,8 +149,6 @@ class _Inference:
             self._costs.take(step)
             self._tokens += sum([accepted + 1 for accepted in step.accepted_drafts if accepted != MASKED])
             previous = step
-        if previous is None:
-            raise TraceError(empty(source, findings))
         self._requests.close()
         return self._inferred(ended_at, count, findings)
 

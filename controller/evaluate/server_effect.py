@@ -13,18 +13,19 @@ from pathlib import Path
 
 import numpy as np
 
-from specpilot.controller.evaluate.models import Fitted, FoldSums
+from specpilot.controller.evaluate.fold_models import FoldModel, FoldSums
 from specpilot.controller.replay.inference.costs import ARM_STEPS
 from specpilot.controller.replay.inference.infer import Inferred, infer
 from specpilot.controller.replay.policies import ReplayError
 from specpilot.controller.replay.run import simulate
 from specpilot.controller.simulation.named_surfaces import NamedSurface
 from specpilot.controller.simulation.surface import ContextSurface, Costs
-from specpilot.policies.student import student_975
+from specpilot.controller.statistics import mean_and_interval
 
 RECORDS = 40_000
-"""Of the trace's beginning, from which requests and acceptance are inferred."""
+"""Records at the trace's beginning from which requests and acceptance are inferred."""
 SEEDS = 4
+"""Simulations of each policy, with other random numbers each."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,11 @@ class Effect:
 
     policy: str
     tokens_per_second: float | None
-    """None: ``reason`` says why not."""
+    """Mean output tokens per second; None: ``reason`` says why not."""
     low: float | None
+    """Lower end of the 95 % interval over the seeds: of the simulation's chance, not of its models."""
     high: float | None
-    """95 % interval over the seeds: of the simulation's chance, not of its models."""
+    """Upper end of the 95 % interval over the seeds."""
     seconds_per_token: float | None
     """Mean time per output token, as clients see it."""
     reason: str = ""
@@ -44,13 +46,13 @@ class Effect:
 
 @dataclass(frozen=True)
 class Effects:
-    """All policies, and from what."""
+    """The effects of all policies, and what they were simulated from."""
 
     effects: tuple[Effect, ...]
     notes: tuple[str, ...]
 
 
-def surface_of(sums: FoldSums, fitted: Fitted, inferred: Inferred) -> NamedSurface:
+def surface_of(sums: FoldSums, fitted: FoldModel, inferred: Inferred) -> NamedSurface:
     """Return what steps cost, of every K that was timed often enough."""
     timed = np.zeros(len(sums.arms))
     for (arm, _, _), found in sums.cells().items():
@@ -80,7 +82,7 @@ def effects(
     """Replay ``policies`` for ``seconds`` of virtual time; what cannot be replayed says so."""
     try:
         inferred = infer(paths, server, RECORDS)
-        surface = surface_of(sums, Fitted.of(sums, inferred.hello), inferred)
+        surface = surface_of(sums, FoldModel.of(sums, inferred.hello), inferred)
     except ReplayError as error:
         return Effects(tuple(Effect(policy, None, None, None, None, str(error)) for policy in policies), ())
     inferred = replace(inferred, fitted=surface)
@@ -94,9 +96,7 @@ def _effect(policy: str, inferred: Inferred, surface: NamedSurface, seconds: flo
         results = [simulate(policy, inferred.scenario(surface, seconds, seed)) for seed in range(1, SEEDS + 1)]
     except ReplayError as error:
         return Effect(policy, None, None, None, None, str(error))
-    speeds = np.array([result.tokens_per_second for result in results])
-    waits = [one.time_per_output_token.mean for one in results]
+    waits = [result.time_per_output_token.mean for result in results]
     known = [wait for wait in waits if wait is not None]
-    margin = student_975(SEEDS - 1) * float(speeds.std(ddof=1)) / SEEDS**0.5
-    mean = float(speeds.mean())
+    mean, margin = mean_and_interval([result.tokens_per_second for result in results])
     return Effect(policy, mean, mean - margin, mean + margin, float(np.mean(known)) if known else None)

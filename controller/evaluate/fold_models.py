@@ -30,18 +30,18 @@ from specpilot.policies.rules.choice import KEEP, STAY
 from specpilot.sglang_hooks.wire import Hello
 
 BINS_PER_OCTAVE, FIRST_OCTAVE, OCTAVES = 16, -17, 27
-"""Of seconds: from 8 us to 17 minutes, 4.4 % a bin."""
+"""Bins of seconds: from 8 us to 17 minutes, 4.4 % a bin."""
 TRIM = 2.0
-"""Times the median of its cell, up or down, from which on a time is not averaged in."""
+"""Factor to the median of its cell, up or down, beyond which a time is not averaged in."""
 LEAST_STEPS = 16
-"""Of a cell, to have a say of its own."""
+"""Steps of a cell from which on its own mean counts."""
 BAND_SAMPLES = 256.0
 """Samples that the pooled acceptance counts as in each band."""
 CONTEXTS = (0.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0, 131072.0)
 
 _BINS = BINS_PER_OCTAVE * OCTAVES
 _MOMENTS = 4
-"""Steps, seconds, context tokens of all requests, context tokens per request."""
+"""Number of moments: steps, seconds, context tokens of all requests, context tokens per request."""
 
 
 @dataclass
@@ -50,10 +50,11 @@ class FoldSums:
 
     arms: IntArray
     times: dict[int, FloatArray] = field(default_factory=dict)
-    """By (arm, size, context region): (bins, moments)."""
+    """Sums over the timed steps by coded (arm, size, context region): shape (bins, moments)."""
     trials: FloatArray = field(init=False)
+    """Drafts tried by band and position: shape (bands, largest K)."""
     passed: FloatArray = field(init=False)
-    """(bands, largest K)."""
+    """Drafts accepted by band and position: shape (bands, largest K)."""
 
     def __post_init__(self) -> None:
         self.trials = np.zeros((BANDS.cells, max(int(self.arms[-1]), 1)))
@@ -115,22 +116,22 @@ def _decode(code: int) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FoldModel:
     """What one fold's sums tell: a model of steps, and what an evaluated table is decided from."""
 
     model: StepModel
     contexts: FloatArray
-    """(context regions,): mean tokens per request seen in each."""
+    """Mean tokens per request seen in each context region: shape (context regions,)."""
     hazards: FloatArray
-    """(largest K,): of all bands together."""
+    """P(draft j accepted | those before it were), of all bands together: shape (largest K,)."""
 
     @staticmethod
-    def of(sums: FoldSums, hello: Hello) -> Fitted:
+    def of(sums: FoldSums, hello: Hello) -> FoldModel:
         """Fit; costs that were never seen are those of a cost model that knows the rest."""
         cells = sums.cells()
         lengths, hazards = _lengths(sums)
         contexts = _seen_contexts(cells)
-        return Fitted(_seconds(cells, sums.arms, hello, lengths), contexts, hazards)
+        return FoldModel(_seconds(cells, sums.arms, hello, lengths), contexts, hazards)
 
     def plan(self, hello: Hello) -> Plan:
         """Return the deterministic table of the most expected tokens per second, by the goodput policy's rules.
@@ -271,6 +272,6 @@ def _stored(cells: dict[tuple[int, int, int], FloatArray], arms: IntArray, hello
     return msgspec.to_builtins(costs)
 
 
-def fit_folds(sums: Sequence[FoldSums], hello: Hello) -> list[Fitted]:
+def fit_folds(sums: Sequence[FoldSums], hello: Hello) -> list[FoldModel]:
     """Return for the steps of each fold what was fitted on the other."""
-    return [Fitted.of(sums[1 - fold], hello) for fold in range(2)]
+    return [FoldModel.of(sums[1 - fold], hello) for fold in range(2)]

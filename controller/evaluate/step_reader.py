@@ -1,7 +1,7 @@
 """From a trace's rows to the steps that are judged: what was drawn and held, what a time means.
 
-Each record says what its own table held. A cell's number means something within one table only, and a row
-of steps of one K goes on only within one: a new table, such as the fallback's in a switchback, begins anew.
+Each record says what its own table held. A cell's number means something within one table only, and so does a run
+of steps of one K: it ends with its table, such as at the fallback's in a switchback.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from specpilot.controller.trace.checks import Chunk
-from specpilot.policies.models.cost import HOST_GAP, OVERLAP_GAP
+from specpilot.controller.trace.checked_reader import Chunk
+from specpilot.controller.trace.step_seconds import why_not_own
 from specpilot.policies.offpolicy.logged_steps import BoolArray, FloatArray, IntArray, LoggedSteps
-from specpilot.sglang_hooks.wire import MASKED, ForwardKind, Hello
+from specpilot.sglang_hooks.wire import MASKED, Hello
 
 FOLD_STEPS = 2048
-"""Rows in a row of one fold: folds alternate, so that both see the whole time, and rarely touch."""
+"""Consecutive steps of one fold: folds alternate, so that both see the whole time, and rarely touch."""
 
 CALM_BLOCK_STEPS = 8
-"""Rows that are resampled together where nothing is explored, as there is no block."""
+"""Steps that are resampled together where nothing is explored, as there is no block."""
 
 
 def size_of(batch_size: IntArray, captured: IntArray) -> IntArray:
@@ -41,14 +41,14 @@ class StepReader:
 
     hello: Hello
     unusable: int = 0
-    """Rows of a K that is no candidate."""
+    """Steps left out because their K is no candidate."""
     block_steps: int = 0
-    """Longest block seen that ran in a row."""
+    """Steps of the longest block that ran without interruption."""
     _rows: int = 0
     _blocks: int = 0
     _run: int = 0
     _before: IntArray = field(default_factory=lambda: np.full(4, -1, np.int64))
-    """Arm, cell, epoch and draw of the row before."""
+    """Arm, cell, epoch and draw of the step before."""
     _probability: float = 1.0
     _ended: int = 0
     _instance: str = ""
@@ -77,7 +77,8 @@ class StepReader:
         shifted = np.concatenate((self._before[:, None], keys[:, :-1]), axis=1)
         same_cell = (keys[1:3] == shifted[1:3]).all(axis=0) & follows
         previous_probability = np.concatenate(([self._probability], probability[:-1]))
-        timed = self._timed(chunk)
+        # The first step after a switch of K counts here: what switching takes is judged with it.
+        timed = why_not_own(columns, follows) == 0
 
         live, informative, tokens, trials, passed = self._tokens(chunk, applied)
         steps = LoggedSteps(
@@ -117,7 +118,7 @@ class StepReader:
 
     def _applied(self, chunk: Chunk) -> IntArray:
         """In a chain the width tells K; a tree has one width and K=0."""
-        drafts = np.maximum(chunk.columns["draft_tokens"].astype(np.int64) - 1, 0)
+        drafts = chunk.columns.drafts
         if self.hello.topk <= 1:
             return drafts
         return np.where(drafts > 0, chunk.columns["steps"].astype(np.int64), 0)
@@ -140,23 +141,6 @@ class StepReader:
         numbers = self._blocks + np.cumsum(begins)
         self._blocks, self._run = int(numbers[-1]), int(within[-1]) + 1
         return np.asarray(numbers, np.int64)
-
-    @staticmethod
-    def _timed(chunk: Chunk) -> BoolArray:
-        """Return whose ``seconds`` are its own: as ``policies/models/cost.py`` judges it, save for the previous K."""
-        columns = chunk.columns
-        seconds = columns["seconds"]
-        gap = np.where(columns["overlap"], OVERLAP_GAP, HOST_GAP) * seconds
-        timed: BoolArray = (
-            chunk.follows
-            & (columns["forwards"] == 1)
-            & (columns["previous_kind"] == int(ForwardKind.DECODE))
-            & ~columns["after_idle"]
-            & ~columns["grammar"]
-            & (seconds > 0.0)
-            & (columns["launch_gap_seconds"] <= gap)
-        )
-        return timed
 
     def _tokens(
         self, chunk: Chunk, applied: IntArray

@@ -2,7 +2,7 @@
 
     python -m benchmarks.page_pictures docs/images      web-light.png, web-dark-phone.png
 
-Needs Chromium (CHROMIUM names another than /usr/bin/chromium) and `pip install 'specpilot[test]'`.
+Needs Chromium, Chrome or Edge (``CHROMIUM`` names one) and, in the checkout, ``pip install '.[test]'``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from tests.support.web_rig import browser, running
+from tests.support.browser import browser
+from tests.support.web_rig import running
 
 SECONDS = 135.0
 """To wait: both kinds of text and some bursts are in the picture then, and the first kind has come back."""

@@ -30,8 +30,9 @@ from specpilot.controller.simulation.surface import H200_8B
 from specpilot.sglang_hooks.agent import Agent, ServerFacts
 from specpilot.sglang_hooks.settings import Settings
 from specpilot.sglang_hooks.table_policy import TablePolicy
+from tests.support.browser import browser
 from tests.support.messages import record
-from tests.support.web_rig import Rig, browser, running
+from tests.support.web_rig import Rig, running
 
 SERVERS = 10
 STEPS_PER_SECOND = 20.0

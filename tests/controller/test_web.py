@@ -32,7 +32,7 @@ from tests.support.messages import hello
 from tests.support.ports import own_port
 from tests.support.snapshots import snapshot, status
 from tests.support.waiting import PATIENCE, until
-from tests.support.web_rig import GOODPUT, Rig, browser, running
+from tests.support.web_rig import GOODPUT, Rig, running
 
 DASH, MINUS = "\N{EN DASH}", "\N{MINUS SIGN}"
 TOKEN = "a-token-of-32-characters-or-more!"
@@ -415,12 +415,6 @@ def test_clients_that_stall_do_not_hold_the_loop(rig: Rig) -> None:
 
 
 # -- in a browser --
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser() as one:
-        yield one
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A real controller with its page and simulated servers as processes, and a real browser to look at it."""
+"""A real controller with its page and simulated servers as processes, for a browser to look at."""
 
 from __future__ import annotations
 
@@ -20,15 +20,6 @@ from tests.support.messages import hello
 from tests.support.snapshots import learned
 from tests.support.waiting import PATIENCE, until
 
-CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
-CHROMIUM_OPTIONS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-]
 GOODPUT = '[policy]\nname = "goodput"\n'
 SIMULATED = hello(
     model="simulated 8B target",
@@ -118,19 +109,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-@contextmanager
-def browser() -> Iterator[Any]:
-    """Yield a headless Chromium; without one the tests fail, since the page is not tested then."""
-    if not Path(CHROMIUM).exists():
-        raise AssertionError(
-            f"the page's tests need Chromium and {CHROMIUM} is not there: apt-get install chromium, "
-            "or name another one in the environment variable CHROMIUM"
-        )
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_OPTIONS)
-        yield chromium
-        chromium.close()

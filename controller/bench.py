@@ -139,7 +139,7 @@ def bench_hook(json_path: Path | None, steps: int, memory_steps: int, console: C
     try:
         import psutil
     except ImportError:
-        console.print("[red]specpilot bench needs psutil: pip install 'specpilot\\[bench]'[/]")
+        console.print("[red]specpilot bench needs psutil: pip install '.\\[bench]' in Specpilot's checkout[/]")
         return 1
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="specpilot-bench-") as folder, running_controller(Path(folder)) as running:

@@ -165,7 +165,7 @@ def sglang_params(initial_steps: int, captured_batch_sizes: Sequence[int]) -> Ad
     except ImportError as error:
         raise PolicyError(
             f"policy sglang runs the class of an installed SGLang, and there is none ({error}): "
-            "pip install 'specpilot[sglang]'"
+            "pip install '.[sglang]' in Specpilot's checkout"
         ) from error
     params: AdaptivePolicy = AdaptiveSpeculativeParams(initial_steps=initial_steps)
     params.set_cuda_graph_bs(list(captured_batch_sizes))

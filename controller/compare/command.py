@@ -165,7 +165,7 @@ def compare(request: CompareRequest, console: Console) -> int:
         try:
             import matplotlib  # noqa: F401
         except ImportError as error:
-            raise ConfigError("--png needs matplotlib: pip install 'specpilot[demo]'") from error
+            raise ConfigError("--png needs matplotlib: pip install '.[demo]' in Specpilot's checkout") from error
     if min((*request.concurrency, request.repetitions, request.requests + 1)) < 1:
         raise ConfigError("--concurrency, --repetitions and --requests: use whole numbers above 0")
     runs: list[Run] = []

@@ -118,7 +118,9 @@ def _drawing() -> Callable[[DemoRun, Path], None]:
     try:
         from specpilot.controller.demo.picture import draw
     except ImportError as error:
-        raise DemoError("the demo draws its picture with matplotlib: pip install 'specpilot[demo]'") from error
+        raise DemoError(
+            "the demo draws its picture with matplotlib: pip install '.[demo]' in Specpilot's checkout"
+        ) from error
     return draw
 
 

@@ -119,7 +119,7 @@ def check_plugin(environment: Mapping[str, str]) -> Iterator[Check]:
     if found is None:
         yield VERSIONS.problem(
             f"SGLang finds no plugin {PLUGIN} here (entry points of {GROUP})",
-            "run `pip install specpilot` in this environment; a bare source tree on PYTHONPATH is not enough",
+            "run `pip install .` in Specpilot's checkout with this environment's pip; PYTHONPATH alone is not enough",
         )
         return
     allowed = environment.get("SGLANG_PLUGINS", "")

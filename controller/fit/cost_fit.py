@@ -120,7 +120,9 @@ def robust_line() -> RobustLine:
         from sklearn.exceptions import ConvergenceWarning
         from sklearn.linear_model import HuberRegressor
     except ImportError as error:
-        raise ConfigError(f"fitting needs scikit-learn: pip install 'specpilot[fit]' ({error})") from error
+        raise ConfigError(
+            f"fitting needs scikit-learn: pip install '.[fit]' in Specpilot's checkout ({error})"
+        ) from error
 
     def fitted(x: Array, y: Array) -> tuple[float, float]:
         """Return intercept and slope of a robust line; x and y are of order 1."""

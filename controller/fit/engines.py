@@ -118,5 +118,5 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError(f"--engine ray needs Ray: pip install 'specpilot[ray]' ({error})") from error
+        raise ConfigError(f"--engine ray needs Ray: pip install '.[ray]' in Specpilot's checkout ({error})") from error
     return ray

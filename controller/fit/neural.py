@@ -75,7 +75,8 @@ def fit_neural(traces: Sequence[Path], output: Path, server: str | None, json: P
         import torch  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"fit-neural fits with torch ({error}): pip install 'specpilot[neural]'. The controller needs none"
+            f"fit-neural fits with torch ({error}), which the controller does not need: "
+            "pip install '.[neural]' in Specpilot's checkout"
         ) from error
     try:
         model, report = fit(traces, server)

@@ -84,7 +84,8 @@ def replay(request: ReplayRequest, console: Console) -> int:
         write_report = _report_writer() if request.report is not None else None
     except ImportError as error:
         sys.stderr.write(
-            f"specpilot: --report draws with matplotlib and Jinja2 ({error}): pip install 'specpilot[demo]'\n"
+            f"specpilot: --report draws with matplotlib and Jinja2 ({error}): "
+            "pip install '.[demo]' in Specpilot's checkout\n"
         )
         return FAILED
     console.print(f"[bold]{named.name}[/]: {named.label}")

@@ -178,7 +178,7 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, text = run_in_process(tmp_path)
     assert code == 1
-    assert "pip install 'specpilot[demo]'" in text
+    assert "pip install '.[demo]'" in text
 
 
 def test_a_time_too_short_is_refused(tmp_path: Path) -> None:

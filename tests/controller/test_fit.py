@@ -287,7 +287,7 @@ def test_the_result_does_not_depend_on_the_engine(
     pieces: Path, tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if engine == "ray":
-        pytest.importorskip("ray", reason="Ray is not installed: pip install 'specpilot[ray]'")
+        pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
         monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -380,7 +380,7 @@ def test_a_missing_package_is_named_with_its_extra(
     write(tmp_path, steady(200, 12, sizes=[8]), **OF_SERVER)
     assert run(tmp_path, "-o", tmp_path / "prior.json", "--engine", "ray" if missing == "ray" else "serial") == 2
     extra = "ray" if missing == "ray" else "fit"
-    assert f"pip install 'specpilot[{extra}]'" in capsys.readouterr().err
+    assert f"pip install '.[{extra}]'" in capsys.readouterr().err
     assert not (tmp_path / "prior.json").exists()
 
 
@@ -418,7 +418,7 @@ def test_workers_that_cannot_be_are_refused(tmp_path: Path, capsys: pytest.Captu
 def test_a_ray_cluster_that_is_not_there_is_named(
     pieces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'specpilot[ray]'")
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
     def init(**_options: object) -> None:
         raise ConnectionError("nobody answers")

@@ -203,7 +203,7 @@ def test_what_it_draws_with_is_asked_for_by_name(
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     assert main(["replay", "--policies", "none", "--seconds", "5", "--report", str(tmp_path)]) == 1
-    assert "pip install 'specpilot[demo]'" in capsys.readouterr().err
+    assert "pip install '.[demo]'" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
     # Nothing else needs it.
     scenario = Scenario(load_surface("moe"), generated_requests(9, 1), 2.0, 1, concurrency=1)

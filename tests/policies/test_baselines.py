@@ -59,7 +59,7 @@ def test_informed_greedy_follows_the_truth_in_batch_context_and_time() -> None:
 
 def test_without_sglang_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang.srt.speculative.adaptive_spec_params", None)
-    with pytest.raises(PolicyError, match=r"pip install 'specpilot\[sglang\]'"):
+    with pytest.raises(PolicyError, match=r"pip install '\.\[sglang\]'"):
         sglang_params(3, [1, 2])
 
 

@@ -246,7 +246,7 @@ def test_what_cannot_be_fitted_is_refused_with_the_reason(
     assert not output.exists()
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["fit-neural", str(tmp_path / "one"), "-o", str(output)]) == 2
-    assert "pip install 'specpilot[neural]'" in capsys.readouterr().err
+    assert "pip install '.[neural]'" in capsys.readouterr().err
 
 
 def test_the_figures_of_the_documentation() -> None:

@@ -75,6 +75,15 @@ def test_environment_options() -> None:
         assert meaning.startswith(option.meaning)
 
 
+def test_nothing_is_installed_from_an_index() -> None:
+    """No index has Specpilot; whoever asks one for it gets an error, or what somebody else put there."""
+    places = (".", "docs", "deploy", "benchmarks", "controller", "policies", "sglang_hooks")
+    files = [path for place in places for path in (ROOT / place).glob("*.md" if place == "." else "**/*")]
+    texts = {path: path.read_text() for path in files if path.suffix in ("", ".md", ".py", ".yaml") and path.is_file()}
+    assert len(texts) > 100
+    assert [str(path) for path, text in texts.items() if re.search(r"pip install[^\n]* ['\"]?specpilot", text)] == []
+
+
 def toml_keys() -> Iterator[tuple[str, Any]]:
     """Every key of the file with its default; ``msgspec.NODEFAULT`` where it must be given."""
     yield "mode", Config().mode

@@ -111,7 +111,7 @@ class Outlook(msgspec.Struct, frozen=True):
         """Return the seconds of a step with the K of that index."""
         return Estimate.relative(self.seconds[arm], self.second_errors[arm])
 
-    def options(self) -> list[Candidate]:
+    def candidates(self) -> list[Candidate]:
         """Return what each K is expected to give."""
         best = self.tokens_per_second(self.steps.index(self.choice))
         return [
@@ -142,13 +142,13 @@ class Outlook(msgspec.Struct, frozen=True):
         K=3 is expected to make 2.50 tokens a request in a step of 12.5 ms, 100 % more tokens a second than K=0 \
 with 1.00 in 10.0 ms; K=3 was not tried at this batch size yet, its time is predicted from others.
         """
-        options = self.options()
-        chosen = options[self.steps.index(self.choice)]
+        candidates = self.candidates()
+        chosen = candidates[self.steps.index(self.choice)]
         text = f"K={self.choice} is expected to make {chosen.tokens.value:.2f} tokens a request "
         text += f"in a step of {1e3 * chosen.seconds.value:.1f} ms"
-        rivals = [option for option in options if option.steps != self.choice]
+        rivals = [candidate for candidate in candidates if candidate.steps != self.choice]
         if rivals:
-            text += ", " + _compared(chosen, max(rivals, key=lambda option: option.tokens_per_second), rivals)
+            text += ", " + _compared(chosen, max(rivals, key=lambda candidate: candidate.tokens_per_second), rivals)
         if not chosen.tried:
             text += f"; K={self.choice} was not tried at this batch size yet, its time is predicted from others"
         return text + "."
@@ -156,7 +156,7 @@ with 1.00 in 10.0 ms; K=3 was not tried at this batch size yet, its time is pred
 
 def _compared(chosen: Candidate, best: Candidate, rivals: Sequence[Candidate]) -> str:
     # Against no speculation where there is a choice: that is what speculating has to beat.
-    rival = next((option for option in rivals if option.steps == 0), best)
+    rival = next((candidate for candidate in rivals if candidate.steps == 0), best)
     ratio = chosen.tokens_per_second / rival.tokens_per_second - 1.0
     beside = f"K={rival.steps} with {rival.tokens.value:.2f} in {1e3 * rival.seconds.value:.1f} ms"
     if not best.allowed and best.tokens_per_second > chosen.tokens_per_second:

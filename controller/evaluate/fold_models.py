@@ -21,8 +21,8 @@ import numpy as np
 from specpilot.policies.interface import Grid, Plan
 from specpilot.policies.models.acceptance import BANDS
 from specpilot.policies.models.acceptance_evidence import PRIOR_STRENGTH
-from specpilot.policies.models.cost import CostModel, fingerprint
-from specpilot.policies.models.cost_prior import StoredCell, StoredCosts, StoredSwitch, StoredSwitches
+from specpilot.policies.models.cost import CostModel
+from specpilot.policies.models.cost_prior import StoredCell, StoredCosts, StoredSwitch, StoredSwitches, fingerprint
 from specpilot.policies.offpolicy.logged_steps import FloatArray, IntArray, LoggedSteps
 from specpilot.policies.offpolicy.step_model import StepModel
 from specpilot.policies.places import CONTEXT_EDGES

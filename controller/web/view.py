@@ -325,7 +325,7 @@ def _cell(
 @lru_cache(maxsize=4096)
 def _told(outlook: Outlook) -> tuple[str, tuple[KView, ...]]:
     """Return sentence and options of a cell; most cells are as they were half a second ago."""
-    return outlook.explain(), tuple(_k_view(outlook, option) for option in outlook.options())
+    return outlook.explain(), tuple(_k_view(outlook, option) for option in outlook.candidates())
 
 
 def _either(steps: list[int]) -> str:

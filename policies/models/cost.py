@@ -41,9 +41,9 @@ from specpilot.policies.models.cost_prior import (
     StoredCell,
     StoredCosts,
     StoredSwitches,
+    fingerprint,
     read_prior,
 )
-from specpilot.policies.models.cost_prior import fingerprint as fingerprint
 from specpilot.policies.models.cost_switches import SWITCH_KINDS, SwitchExtra, switch_kind
 from specpilot.sglang_hooks.wire import ForwardKind, Hello, StepRecord
 

@@ -19,7 +19,7 @@ REPLICATES = 256
 """A standard error is known to 1/sqrt(2 * 256) = 4.4 % of itself."""
 
 _POISSON = (94, 188, 235, 251, 255)
-"""Bytes from which on a Poisson(1) variable is 1, 2, ...: probabilities in 256ths, mean and variance 1.004."""
+"""Least bytes at which a Poisson(1) variable is 1, 2, ...: probabilities in 256ths, mean and variance 1.004."""
 
 
 def poisson_weights(blocks: IntArray, replicates: int) -> FloatArray:
@@ -49,12 +49,12 @@ def poisson_weights(blocks: IntArray, replicates: int) -> FloatArray:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of some steps, and their bootstrap weights."""
+    """The exploration blocks of some steps, and their bootstrap weights."""
 
     index: IntArray
-    """(steps,): into ``weights``."""
+    """Row of ``weights`` for each step, shape (steps,)."""
     weights: FloatArray
-    """(blocks, 1 + replicates)."""
+    """Poisson(1) weight of each block in each replicate, shape (blocks, 1 + replicates); the first column is 1."""
 
     @staticmethod
     def of(steps: LoggedSteps, replicates: int = REPLICATES) -> Blocks:
@@ -64,6 +64,9 @@ class Blocks:
 
 
 def interval(values: FloatArray, freedom: float) -> tuple[float, float]:
-    """Return the 95 % interval of ``values[0]``, from the spread of the logs of its replicates ``values[1:]``."""
+    """Return low and high of the 95 % interval of ``values[0]``, from the logs of its replicates ``values[1:]``.
+
+    ``freedom``: degrees of freedom of Student's t.
+    """
     error = float(np.log(values[1:]).std(ddof=1)) * student_975(max(freedom, 3.0))
     return float(values[0] * math.exp(-error)), float(values[0] * math.exp(error))

@@ -61,7 +61,7 @@ BASE, MORE, TIME, LOGGED_TOKENS, LOGGED_TIME = range(5)
 """Quantities that are summed: tokens up to the K held, tokens beyond it and seconds, of the target; and the tokens
 and seconds of what ran, whatever it was."""
 WEIGHT, OUTCOME, RESIDUAL = range(3)
-"""Of each the sums of the weights, the weighted outcomes, and what these are above the model's."""
+"""What is summed of each quantity: weights, weighted outcomes, and what these are above the model's."""
 
 
 @dataclass(frozen=True)
@@ -69,41 +69,44 @@ class EfficiencyEstimate:
     """Efficiency of one policy by one estimator, tokens per second of decoding."""
 
     estimator: str
+    """Name of the estimator, one of ESTIMATORS."""
     estimate: float
+    """Tokens per second of decoding."""
     low: float
     high: float
-    """95 % interval."""
+    """Upper end of the 95 % interval of ``estimate``, which begins at ``low``."""
     effective_samples: float
-    """Independent draws that it rests on: a simple mean of so many blocks would be as sure."""
+    """Independent draws that the estimate rests on: a simple mean of so many blocks would be as sure."""
     gain: float
-    """In speed over what was logged, as a share, for the same tokens in the same states."""
+    """Gain in speed over what was logged, as a share, for the same tokens in the same states."""
     gain_low: float
     gain_high: float
+    """Upper end of the 95 % interval of ``gain``, which begins at ``gain_low``."""
     answered: float
-    """Share of the logged steps that it is about."""
+    """Share of the logged steps that the estimate is about."""
 
 
 class PolicySums:
     """One target policy: what there is of it in the log, streamed; memory does not depend on the log's length."""
 
     def __init__(self, arms: Sequence[int], logged: bool = False) -> None:
-        """``logged``: the target is what was run, exploration included."""
+        """``arms``: candidate K. ``logged``: the target is what was run, exploration included."""
         self._arms = np.array(arms, np.int64)
         self._logged = logged
         self.overlap = Overlap(self._arms)
         count = self.overlap.strata.count
         self._sums: dict[int, FloatArray] = {}
-        """(1 + replicates, quantities, 3) by stratum."""
+        """Sums of shape (1 + replicates, quantities, 3), by stratum."""
         self._model = np.zeros((count, 4))
-        """The model's tokens and seconds of the target in every step, and of what was run."""
+        """Tokens and seconds that the model expects of the target, and of what was run, summed, shape (strata, 4)."""
         self._switches = np.zeros((count, KINDS))
-        """Of the target; what the log's own took is in the times of its steps."""
+        """Switches of the target, shape (strata, KINDS); those of the log are in the times of its steps."""
         self._last = -1
 
     def add(
         self, steps: LoggedSteps, target: IntArray, predicted: Predicted, outlier: BoolArray, blocks: Blocks
     ) -> None:
-        """Take a chunk in; ``target``: the arm that the policy runs in each step."""
+        """Add a chunk of steps; ``target``: the arm that the policy runs in each, shape (steps,)."""
         if not len(steps):
             return
         rows = np.arange(len(steps))
@@ -113,7 +116,7 @@ class PolicySums:
             can_settle, of_pair, drawn = timed, weight, np.ones(len(steps), bool)
         else:
             held, weight = steps.held, 1.0 / steps.probability
-            # A row of the held K goes on from block to block; what is explored begins anew with each.
+            # A row of the held K goes on from block to block; what is explored begins again with each.
             can_settle = timed & np.where(target == held, steps.same_cell, steps.same_block)
             of_pair = np.where(steps.same_block, weight, weight / steps.previous_probability)
             drawn = (steps.arm == target) & (steps.previous_arm == steps.arm)
@@ -170,14 +173,14 @@ class PolicySums:
             for weight, outcome, model in quantities
             for column in (weight, weight * outcome, weight * (outcome - model))
         )
-        found = np.stack(list(columns), axis=1)
+        sums = np.stack(list(columns), axis=1)
         strata, block = np.divmod(pairs, len(blocks.weights))
         present, begins = np.unique(strata, return_index=True)
-        for one, begin, end in zip(present.tolist(), begins, [*begins[1:], len(pairs)], strict=True):
-            added = blocks.weights[block[begin:end]].T @ found[begin:end]
+        for index, begin, end in zip(present.tolist(), begins, [*begins[1:], len(pairs)], strict=True):
+            added = blocks.weights[block[begin:end]].T @ sums[begin:end]
             added = added.reshape(len(added), len(quantities), 3)
-            self._sums[one] = self._sums[one] + added if one in self._sums else added
-        squares = np.bincount(strata, found[:, 3 * TIME + WEIGHT] ** 2, self.overlap.strata.count)
+            self._sums[index] = self._sums[index] + added if index in self._sums else added
+        squares = np.bincount(strata, sums[:, 3 * TIME + WEIGHT] ** 2, self.overlap.strata.count)
         return squares.astype(np.float64)
 
     def _count_switches(self, stratum: IntArray, before: IntArray, after: IntArray) -> None:
@@ -187,7 +190,7 @@ class PolicySums:
         self._switches += counts.reshape(self.overlap.strata.count, KINDS)
 
     def estimate(self, estimator: str, switches: SwitchSums) -> EfficiencyEstimate | None:
-        """Return what the policy earns; None where too few steps are answered."""
+        """Return what the policy earns by one of ESTIMATORS; None where too few steps are answered."""
         groups, _ = self.overlap.groups()
         answered = self.overlap.answered
         if not groups or answered < LEAST_ANSWERED:
@@ -198,8 +201,11 @@ class PolicySums:
 
         def mean(quantity: int) -> FloatArray:
             # What ran is known of every step, the target only of those where it could be drawn.
-            known = quantity in (LOGGED_TOKENS, LOGGED_TIME)
-            sums = [sum(self._sums[one][:, quantity] for one in (g.strata if known else g.drawn)) for g in groups]
+            logged = quantity in (LOGGED_TOKENS, LOGGED_TIME)
+            sums = [
+                sum(self._sums[stratum][:, quantity] for stratum in (group.strata if logged else group.drawn))
+                for group in groups
+            ]
             return _self_normalised(np.stack(sums), outcome, effective)
 
         tokens, seconds = mean(BASE) + mean(MORE), mean(TIME)

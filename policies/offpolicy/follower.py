@@ -25,7 +25,7 @@ class Follower:
     """
 
     def __init__(self, plans: Sequence[Plan], arms: Sequence[int], held: int) -> None:
-        """``held``: K in force before the first step."""
+        """``plans``: one for each fold. ``arms``: candidate K. ``held``: K in force before the first step."""
         arm_of = {steps: arm for arm, steps in enumerate(arms)}
         self._plans = plans
         self._choice = [np.array([arm_of[steps] for steps in plan.choice]) for plan in plans]
@@ -53,7 +53,7 @@ class Follower:
             moves[1:] = (cells[1:] != cells[:-1]) | (fold[1:] != fold[:-1])
         begins = np.flatnonzero(moves)
         which = fold[begins] if len(self._plans) > 1 else np.zeros(len(begins), np.int64)
-        found = np.empty(len(begins), np.int64)
+        ran = np.empty(len(begins), np.int64)
         held, since = self._held, self._since_switch
         rows = zip(cells[begins].tolist(), chosen[begins].tolist(), which.tolist(), strict=True)
         for i, (cell, choice, index) in enumerate(rows):
@@ -62,6 +62,6 @@ class Follower:
                 held, since = choice, 0
             else:
                 since += 1
-            found[i] = held
+            ran[i] = held
         self._held, self._since_switch = held, since
-        return np.repeat(found, np.diff(np.append(begins, len(cells))))
+        return np.repeat(ran, np.diff(np.append(begins, len(cells))))

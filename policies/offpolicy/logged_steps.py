@@ -20,53 +20,55 @@ class LoggedSteps:
     """
 
     batch_size: IntArray
+    """Requests in the step."""
     size: IntArray
-    """Captured size that such a batch is padded to, or its own above the largest: the step of the staircase."""
+    """Captured size (requests) that such a batch is padded to, or its own size above the largest."""
     mean_context: FloatArray
-    """Tokens per request."""
+    """Context tokens per request."""
     arm: IntArray
-    """Applied."""
+    """Arm that was applied."""
     held: IntArray
-    """What runs there unless exploration draws something else."""
+    """Arm that runs there unless exploration draws another."""
     probability: FloatArray
-    """Of the draw."""
+    """Probability with which the applied arm was drawn."""
     explorable: BoolArray
-    """The cell explored at all: another draw was possible."""
+    """Whether the cell explored at all: another draw was possible."""
     block: IntArray
-    """Number of the block, of blocks of one draw in the order of the log."""
+    """Number of the exploration block, in the order of the log; steps of a block share a draw."""
     tokens: FloatArray
     """(steps, largest K + 1): tokens of the live requests, had each been given k drafts; true up to the applied K."""
     live: FloatArray
-    """Requests that had not ended."""
+    """Requests in the step that had not ended."""
     informative: BoolArray
-    """``tokens`` are known."""
+    """Whether ``tokens`` are known."""
     seconds: FloatArray
+    """Seconds of the step."""
     timed: BoolArray
-    """``seconds`` is the step's own; it may be the first after a switch."""
+    """Whether ``seconds`` is the step's own; it may be the first after a switch."""
     same_cell: BoolArray
-    """The step before was of the same cell and table."""
+    """Whether the step before was of the same cell and table."""
     same_block: BoolArray
-    """And of the same draw."""
+    """Whether the step before was of the same cell, table and draw."""
     previous_probability: FloatArray
-    """Of the draw of the step before."""
+    """Probability with which the arm of the step before was drawn."""
     previous_arm: IntArray
-    """Of the decode step right before; -1 where that is not known."""
+    """Arm of the decode step right before; -1 where that is not known."""
     fold: IntArray
-    """0 or 1: the model and the table to judge it by are fitted on the other one."""
+    """Half of the log, 0 or 1: the model and the table that judge the step are fitted on the other one."""
 
     def __len__(self) -> int:
         return len(self.arm)
 
     def taken(self, rows: IntArray | BoolArray) -> LoggedSteps:
-        """Return ``rows`` of them."""
+        """Return the steps of these ``rows``."""
         return LoggedSteps(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
 
     @property
     def ordinary(self) -> BoolArray:
-        """The draw was for ``held``."""
+        """Whether the draw was for ``held``, shape (steps,)."""
         return np.asarray(self.arm == self.held, np.bool_)
 
     @property
     def settled(self) -> BoolArray:
-        """Steps whose ``seconds`` tell what this K takes in a row of such steps."""
+        """Whether ``seconds`` tell what this K takes in a row of such steps, shape (steps,)."""
         return np.asarray(self.timed & (self.previous_arm == self.arm), np.bool_)

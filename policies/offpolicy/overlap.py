@@ -39,6 +39,7 @@ class Strata:
     """How strata are numbered."""
 
     arms: int
+    """Number of candidates."""
 
     @property
     def count(self) -> int:
@@ -63,15 +64,17 @@ class Unanswered:
     """A cell for which the log cannot tell what the target would have done there."""
 
     batch: tuple[int, int | None]
-    """Sizes from and to; to None: and above."""
+    """Batch sizes (requests) from and to; to None: and above."""
     context: tuple[int, int | None]
-    """Tokens per request from and to."""
+    """Context tokens per request from and to; to None: and above."""
     steps: int
-    """K of the target."""
+    """Steps (K) of the target."""
     logged_steps: int
     """Decode steps there."""
     effective_blocks: float
+    """Effective number of blocks that drew the target's K there."""
     reason: str
+    """Why there is no answer, in a sentence for an operator."""
 
 
 @dataclass
@@ -79,13 +82,13 @@ class Group:
     """Strata that are estimated together."""
 
     drawn: list[int]
-    """Of one K and relation: the means are theirs."""
+    """Strata of one K and relation, from which the means come."""
     alike: list[int] = field(default_factory=list)
-    """Of the same regions and K, where it could not be drawn: they are taken to be as those."""
+    """Strata of the same regions and K, where it could not be drawn: they are taken to be like ``drawn``."""
 
     @property
     def strata(self) -> list[int]:
-        """All of them."""
+        """All strata of the group."""
         return self.drawn + self.alike
 
 
@@ -136,18 +139,18 @@ class Overlap:
 
     def _joined(self, strata: Sequence[int]) -> list[list[int]]:
         """Put neighbours together until each lot has LEAST_BLOCKS."""
-        found: list[list[int]] = []
+        lots: list[list[int]] = []
         enough = True
         for stratum in strata:
             if enough:
-                found.append([stratum])
+                lots.append([stratum])
             else:
-                found[-1].append(stratum)
-            enough = self.effective(found[-1]) >= LEAST_BLOCKS
-        if len(found) > 1 and not enough:
-            last = found.pop()
-            found[-1] += last
-        return found
+                lots[-1].append(stratum)
+            enough = self.effective(lots[-1]) >= LEAST_BLOCKS
+        if len(lots) > 1 and not enough:
+            last = lots.pop()
+            lots[-1] += last
+        return lots
 
     def _like(self, stratum: int, groups: Sequence[Group]) -> Group | None:
         """Return the group of most steps in this region with this K, if nearly the whole region explored."""
@@ -155,20 +158,20 @@ class Overlap:
         there = slice(place * RELATIONS, (place + 1) * RELATIONS)
         if not groups or self.explorable[there].sum() < LEAST_SUPPORT * self.steps[there].sum():
             return None
-        steps = [sum(self.steps[one] for one in group.drawn if one // RELATIONS == place) for group in groups]
+        steps = [sum(self.steps[drawn] for drawn in group.drawn if drawn // RELATIONS == place) for group in groups]
         most = int(np.argmax(steps))
         return groups[most] if steps[most] else None
 
     def unanswered(self) -> list[Unanswered]:
         """Return the cells that the log says nothing about, those of most steps first."""
-        found = []
+        cells = []
         for stratum, reason in self.groups()[1].items():
             region, arm, _ = self.strata.named(stratum)
             row, column = divmod(region, REGIONS.shape[1])
             batch, context = _range(REGIONS.batch_edges, row, 1), _range(REGIONS.context_edges, column, 0)
             logged = int(self.steps[stratum])
-            found.append(Unanswered(batch, context, int(self._arms[arm]), logged, self.effective([stratum]), reason))
-        return sorted(found, key=lambda cell: -cell.logged_steps)
+            cells.append(Unanswered(batch, context, int(self._arms[arm]), logged, self.effective([stratum]), reason))
+        return sorted(cells, key=lambda cell: -cell.logged_steps)
 
     @property
     def answered(self) -> float:

@@ -16,18 +16,18 @@ class StepModel:
     """What steps cost and bring, fitted on one fold."""
 
     arms: IntArray
-    """Candidate K, rising."""
+    """Candidate K, ascending, shape (arms,)."""
     lengths: FloatArray
-    """(bands, largest K + 1): tokens per request and step, by band of ``specpilot.policies.models.acceptance``."""
+    """Tokens per request and step, shape (bands, largest K + 1); the bands are ``models.acceptance.BANDS``."""
     sizes: IntArray
-    """Rising."""
+    """Captured batch sizes (requests), ascending, shape (sizes,)."""
     contexts: FloatArray
-    """Tokens per request, rising."""
+    """Context tokens per request, ascending, shape (contexts,)."""
     seconds: FloatArray
-    """(arms, sizes, contexts): of a settled step, linear in the context between."""
+    """Seconds of a settled step, shape (arms, sizes, contexts), linear in the context between."""
 
     def step_lengths(self, steps: LoggedSteps) -> FloatArray:
-        """Return tokens per request at every K, (steps, largest K + 1)."""
+        """Return expected tokens per request at every K, shape (steps, largest K + 1)."""
         rows, columns = (
             np.searchsorted(edges, values)
             for edges, values in (
@@ -38,7 +38,7 @@ class StepModel:
         return np.asarray(self.lengths[rows * BANDS.shape[1] + columns], np.float64)
 
     def step_seconds(self, arm: IntArray, size: IntArray, mean_context: FloatArray) -> FloatArray:
-        """Return seconds, all of shape (steps,); sizes above the largest known cost what that does."""
+        """Return expected seconds, all of shape (steps,); sizes above the largest in the model cost what that does."""
         row = np.minimum(np.searchsorted(self.sizes, size), len(self.sizes) - 1)
         right = np.clip(np.searchsorted(self.contexts, mean_context), 1, len(self.contexts) - 1)
         low, high = self.contexts[right - 1], self.contexts[right]
@@ -53,13 +53,13 @@ class Predicted:
     """A chunk's steps by the model of the other fold, shared by all policies."""
 
     lengths: FloatArray
-    """(steps, largest K + 1)."""
+    """Expected tokens per request at every K, shape (steps, largest K + 1)."""
     seconds: FloatArray
-    """(steps, arms)."""
+    """Expected seconds of each step at every arm, shape (steps, arms)."""
 
     @staticmethod
     def of(steps: LoggedSteps, models: Sequence[StepModel]) -> Predicted:
-        """``models[f]`` judges the steps of fold f."""
+        """Return what ``models`` expect of ``steps``; ``models[f]`` judges the steps of fold f."""
         lengths = np.empty(steps.tokens.shape)
         arms = len(models[0].arms)
         seconds = np.empty((len(steps), arms))

@@ -13,7 +13,7 @@ from specpilot.policies.offpolicy.logged_steps import BoolArray, FloatArray, Int
 from specpilot.policies.offpolicy.step_model import Predicted
 
 OUTLIER = 8.0
-"""Times what the model expects from which on a step's time is the host's affair, whatever the K."""
+"""Multiple of the expected seconds above which a step's time is due to the host, whatever the K."""
 
 KINDS = len(SWITCH_KINDS)
 """Number of kinds of switches: from K=0, to K=0, between others."""
@@ -25,17 +25,17 @@ class SwitchSums:
 
     replicates: int = REPLICATES
     sums: FloatArray = field(init=False)
-    """(1 + replicates, KINDS, 2): switches, seconds."""
+    """Weighted number of switches and their extra seconds, shape (1 + replicates, KINDS, 2)."""
     outliers: int = 0
     """Steps whose time was left out."""
     rates: FloatArray = field(default_factory=lambda: np.zeros(3))
-    """Settled steps: number, sum and square sum of their tokens per second over the model's."""
+    """Number of settled steps, and sum and sum of squares of their tokens per second over the model's."""
 
     def __post_init__(self) -> None:
         self.sums = np.zeros((1 + self.replicates, KINDS, 2))
 
     def add(self, steps: LoggedSteps, predicted: Predicted, arms: IntArray, blocks: Blocks) -> BoolArray:
-        """Take a chunk in; return which of its times are outliers."""
+        """Add a chunk of steps; return which of their times are outliers, shape (steps,)."""
         everywhere = np.arange(len(steps))
         own = predicted.seconds[everywhere, steps.arm]
         outlier: BoolArray = np.logical_and(steps.timed, steps.seconds > OUTLIER * own)
@@ -55,7 +55,10 @@ class SwitchSums:
         return outlier
 
     def seconds(self) -> FloatArray:
-        """Return the mean by kind, (1 + replicates, KINDS); a kind that was never seen costs what the others do."""
+        """Return mean extra seconds by kind, shape (1 + replicates, KINDS).
+
+        A kind that was never seen costs what the others do.
+        """
         total = self.sums.sum(axis=1)
         overall = total[:, 1] / np.maximum(total[:, 0], 1.0)
         means = np.where(

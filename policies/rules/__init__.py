@@ -1,1 +1,4 @@
-"""What stands around a choice: exploration, switching, vetoes, recovery, an operator's bounds."""
+"""The rules around what the models expect: choice, switching, exploration, recovery, vetoes, an operator's bounds.
+
+Rules may import ``models``, which know none of them. They hold no model: a policy hands them what it expects.
+"""

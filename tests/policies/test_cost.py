@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specpilot.policies.models.cost import UNKNOWN_ERROR, CostModel, fingerprint, fit_to_learn
+from specpilot.policies.models.cost import UNKNOWN_ERROR, CostModel, fit_to_learn
 from specpilot.policies.models.cost_cell import CLIP, FIRST_SPREAD
+from specpilot.policies.models.cost_prior import fingerprint
 from specpilot.sglang_hooks.wire import ForwardKind, StepRecord
 from tests.support.costs import CAPTURED, NAMED, SERVER, STEPS, Seconds, Server, Surface, drawn, named
 from tests.support.messages import hello, record

@@ -34,22 +34,24 @@ def test_its_estimates_are_those_of_the_server(known: Knowledge) -> None:
         assert position.acceptance.low < 0.7 < position.acceptance.high
         assert position.samples > 100
     for batch in (8, 64):
-        for option in outlook(known, batch).options():
-            seconds = H200_8B.decode_seconds(option.steps, batch)
-            assert option.seconds.value == pytest.approx(seconds, rel=0.02)
-            assert option.tokens.value == pytest.approx(acceptance_length(0.7, option.steps), rel=0.03)
-            assert option.tokens_per_second == pytest.approx(batch * option.tokens.value / option.seconds.value)
-            assert option.tried
+        for candidate in outlook(known, batch).candidates():
+            seconds = H200_8B.decode_seconds(candidate.steps, batch)
+            assert candidate.seconds.value == pytest.approx(seconds, rel=0.02)
+            assert candidate.tokens.value == pytest.approx(acceptance_length(0.7, candidate.steps), rel=0.03)
+            assert candidate.tokens_per_second == pytest.approx(
+                batch * candidate.tokens.value / candidate.seconds.value
+            )
+            assert candidate.tried
 
 
 def test_the_choice_is_the_most_tokens_per_second(known: Knowledge) -> None:
     for cell in filter(None, known.cells):
-        options = {option.steps: option for option in cell.options()}
-        chosen = options[cell.choice]
+        candidates = {candidate.steps: candidate for candidate in cell.candidates()}
+        chosen = candidates[cell.choice]
         assert (chosen.against_choice.value, chosen.against_choice.low) == (0.0, 0.0)
-        for option in options.values():
-            assert option.tokens_per_second <= chosen.tokens_per_second * 1.004
-            assert option.against_choice.low <= option.against_choice.value <= option.against_choice.high
+        for candidate in candidates.values():
+            assert candidate.tokens_per_second <= chosen.tokens_per_second * 1.004
+            assert candidate.against_choice.low <= candidate.against_choice.value <= candidate.against_choice.high
     assert outlook(known, 8).choice == 3
     assert outlook(known, 64).choice == 0
 
@@ -115,7 +117,7 @@ def test_a_server_that_only_skips_has_no_positions() -> None:
 def test_time_lost_to_exploration_counts_probes_alone() -> None:
     policy = Goodput()
     learned(policy=policy)
-    at_64 = {option.steps: option for option in outlook(policy.describe(), 64).options()}  # type: ignore[arg-type]
+    at_64 = {candidate.steps: candidate for candidate in outlook(policy.describe(), 64).candidates()}  # type: ignore[arg-type]
     before = policy.describe()
     for seq in range(5000, 5010):
         policy.learn(record(record_seq=seq, batch_size=64, padded_batch_size=64, context_tokens=32000, block=seq,

@@ -26,7 +26,9 @@ class Grid:
     """
 
     batch_edges: tuple[int, ...] = ()
+    """Upper edges of the regions of batch size, in requests, ascending."""
     context_edges: tuple[int, ...] = ()
+    """Upper edges of the regions of mean context, in tokens per request, ascending."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -54,6 +56,7 @@ class Plan:
     """What to do in every cell; ``choice`` and ``keep`` have ``grid.cells`` entries."""
 
     grid: Grid
+    """Cells that the plan is for."""
     choice: tuple[int, ...]
     """Steps (K) by cell."""
     keep: tuple[frozenset[int], ...]
@@ -96,6 +99,7 @@ class Policy(ABC):
     """Learns from every decode step of one server and decides when asked; one object per server."""
 
     name: str
+    """Name of the policy, as in ``policy.name`` of the configuration and in tables."""
 
     note = ""
     """What an operator should look at, in a sentence; empty if there is nothing."""

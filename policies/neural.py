@@ -155,11 +155,15 @@ class Model:
     """Both nets, and whose traces they were fitted to."""
 
     steps: tuple[int, ...]
-    """K of the outputs of ``seconds``, rising."""
+    """K of the outputs of ``seconds``, ascending."""
     positions: int
+    """Number of draft positions that ``text`` has outputs for."""
     fingerprints: tuple[str, ...]
+    """Fingerprints of the servers whose traces the nets were fitted to."""
     seconds: Net
+    """Net from load features to log seconds of a step at each K."""
     text: Net
+    """Net from text features to a correction of the log-odds of acceptance at each position."""
 
     def log_seconds(self, load: FloatArray) -> FloatArray:
         """Return log seconds of each K, shape (n, K)."""

@@ -88,8 +88,11 @@ class Backbone:
     """Posterior of (s, theta, g): mean, covariance, and the estimated variance of cells about it."""
 
     mean: Array = field(default_factory=lambda: np.zeros(_PARAMETERS))
+    """Posterior mean of (s, theta, g), shape (parameters,)."""
     covariance: Array = field(default_factory=_PRIOR_COVARIANCE.copy)
+    """Posterior covariance of (s, theta, g), shape (parameters, parameters)."""
     misfit: float = MISFIT**2
+    """Variance of the log seconds of cells about the backbone."""
 
     def at(self, design: Design, context: float) -> tuple[Array, Array]:
         """Return log seconds of cells, shape (cells,), and their covariance, (cells, cells), without ``misfit``.

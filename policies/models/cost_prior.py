@@ -22,15 +22,19 @@ class StoredCell(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """One K at one size; see ``specpilot.policies.models.cost_cell.CostCell``."""
 
     steps: Steps
+    """K of the cell."""
     size: Annotated[float, Meta(gt=0.0, le=1e6)]
+    """Batch size (requests) of the cell."""
     n: Count
+    """Records that the level counts as."""
     level: Annotated[float, Meta(ge=LEAST_LEVEL, le=MOST_LEVEL)]
     """Log seconds, the common level included."""
     mean_context: Annotated[float, Meta(ge=0.0, le=1e14)]
     """Mean context of the records, in tokens of all requests."""
     context_variance: Annotated[float, Meta(ge=0.0, le=1e32)]
+    """Variance of the context of the records, in squared tokens."""
     context_time: Annotated[float, Meta(ge=-1e16, le=1e16)]
-    """Covariance of context and relative time."""
+    """Covariance of context and relative time, in tokens."""
     variance: Annotated[float, Meta(ge=0.0, le=100.0)]
     """Variance of the relative noise of one record."""
     context_n: Count | None = None
@@ -41,12 +45,15 @@ class StoredSwitch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     """What first steps after a kind of switch take longer."""
 
     n: Count
+    """Switches that the mean counts as."""
     mean: Annotated[float, Meta(ge=-MOST_SECONDS, le=MOST_SECONDS)]
+    """Extra seconds of a first step."""
     deviation: Annotated[float, Meta(ge=0.0, le=MOST_SECONDS)]
+    """Mean absolute deviation of the extra seconds."""
 
 
 class StoredSwitches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """By kind: from K=0, to K=0, or between others."""
+    """What switches of each kind cost: from K=0, to K=0, or between others."""
 
     up: StoredSwitch
     down: StoredSwitch
@@ -54,7 +61,7 @@ class StoredSwitches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StoredCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All of it, as JSON."""
+    """All that a cost model keeps, for JSON."""
 
     version: Literal[1, 2]
     fingerprint: str

@@ -73,15 +73,17 @@ class EfficiencyEstimate:
     estimate: float
     """Tokens per second of decoding."""
     low: float
+    """Lower end of the 95 % interval of ``estimate``."""
     high: float
-    """Upper end of the 95 % interval of ``estimate``, which begins at ``low``."""
+    """Upper end of the 95 % interval of ``estimate``."""
     effective_samples: float
     """Independent draws that the estimate rests on: a simple mean of so many blocks would be as sure."""
     gain: float
     """Gain in speed over what was logged, as a share, for the same tokens in the same states."""
     gain_low: float
+    """Lower end of the 95 % interval of ``gain``."""
     gain_high: float
-    """Upper end of the 95 % interval of ``gain``, which begins at ``gain_low``."""
+    """Upper end of the 95 % interval of ``gain``."""
     answered: float
     """Share of the logged steps that the estimate is about."""
 

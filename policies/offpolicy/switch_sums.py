@@ -24,6 +24,7 @@ class SwitchSums:
     """What first steps after a switch take longer than the model says of their K, by kind; and how well it fits."""
 
     replicates: int = REPLICATES
+    """Number of bootstrap replicates."""
     sums: FloatArray = field(init=False)
     """Weighted number of switches and their extra seconds, shape (1 + replicates, KINDS, 2)."""
     outliers: int = 0

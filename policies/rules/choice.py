@@ -36,6 +36,7 @@ class Expected:
     """What the models expect of each arm in one cell."""
 
     batch_size: int
+    """Requests that stand for the cell."""
     mean_context: float
     """Tokens per request that stand for the cell."""
     lengths: FloatArray

@@ -26,7 +26,7 @@ RESERVED_STEPS = 2
 
 @dataclass(frozen=True)
 class Veto:
-    """At most ``max_steps`` drafts until ``until`` (seconds on the clock of ``Policy.decide``)."""
+    """At most ``max_steps`` drafts until ``until`` (seconds, on the clock of ``Policy.decide``), for a reason."""
 
     max_steps: int
     until: float

@@ -49,8 +49,8 @@ def draw(
 
 
 def fed(model: AcceptanceModel, records: Iterator[StepRecord]) -> AcceptanceModel:
-    for one in records:
-        model.learn(one)
+    for entry in records:
+        model.learn(entry)
     return model
 
 
@@ -108,22 +108,22 @@ def test_ends_of_requests_and_changes_of_k_do_not_bias(depths: tuple[int, ...]) 
 
 def test_masked_rows_and_skipped_steps_say_nothing() -> None:
     plain, noisy = AcceptanceModel(3), AcceptanceModel(3)
-    for one in draw(np.random.default_rng(2), FALLING, 6, 200, depth=3):
-        plain.learn(one)
+    for entry in draw(np.random.default_rng(2), FALLING, 6, 200, depth=3):
+        plain.learn(entry)
         noisy.learn(step([0] * 6, 0))
         noisy.learn(step([MASKED] * 6, 3))
-        noisy.learn(step([MASKED, *one.accepted_drafts, MASKED], 3))
+        noisy.learn(step([MASKED, *entry.accepted_drafts, MASKED], 3))
     assert noisy.lengths(6, 500.0)[0] == pytest.approx(plain.lengths(6, 500.0)[0], abs=0.0)
     assert noisy.samples == plain.samples
 
 
 def test_asking_changes_nothing_and_equal_records_give_equal_models() -> None:
     asked, silent = AcceptanceModel(7), AcceptanceModel(7)
-    for one in draw(np.random.default_rng(3), FALLING, 8, 300):
-        asked.learn(one)
+    for entry in draw(np.random.default_rng(3), FALLING, 8, 300):
+        asked.learn(entry)
         asked.lengths(8, 500.0)
         assert not asked.drafter_broken
-        silent.learn(one)
+        silent.learn(entry)
     for mine, other in zip(asked.lengths(8, 500.0), silent.lengths(8, 500.0), strict=True):
         assert mine.tolist() == other.tolist()
 
@@ -234,7 +234,7 @@ class Load:
 
     def truth(self, depth: int) -> float:
         """Tokens per step: what a request takes more steps for counts for more of them."""
-        lengths = np.array([length((one,) * depth, depth) for one in self.draw(20_000)])
+        lengths = np.array([length((acceptance,) * depth, depth) for acceptance in self.draw(20_000)])
         return float(1.0 / np.mean(1.0 / lengths))
 
 
@@ -243,8 +243,8 @@ class Load:
 def test_requests_of_their_own_acceptance_bias_nothing_and_alarm_nobody(batch: int, deviation: float) -> None:
     load = Load(np.random.default_rng(23), batch, 0.7, deviation)
     model, estimates = AcceptanceModel(3), []
-    for at, one in enumerate(load.records(5000, 3)):
-        model.learn(one)
+    for at, entry in enumerate(load.records(5000, 3)):
+        model.learn(entry)
         if at > 500 and at % 50 == 0:
             estimates.append(model.expected_length(3, batch, 500.0))
     assert np.mean(estimates) == pytest.approx(load.truth(3), rel=0.03)
@@ -263,12 +263,12 @@ def test_a_sudden_change_is_found(batch: int, bound: int, depth: int, before: fl
     for _ in range(15):
         model = fed(AcceptanceModel(3), draw(rng, (before,) * depth, batch, 1000 if batch == 1 else 150))
         assert model.changes == 0
-        for delay, one in enumerate(draw(rng, (after,) * depth, batch, 1000), start=1):  # noqa: B007
-            model.learn(one)
+        for delay, entry in enumerate(draw(rng, (after,) * depth, batch, 1000), start=1):  # noqa: B007
+            model.learn(entry)
             if model.changes:
                 break
         delays.append(delay)
-        assert model.change_seq == one.record_seq
+        assert model.change_seq == entry.record_seq
         # The estimate moves over at once, and is less sure of itself.
         assert model.hazard(batch, 500.0)[0] == pytest.approx(after, abs=0.2)
         assert model.samples < 100
@@ -296,8 +296,8 @@ def test_estimates_follow_a_collapse_and_a_recovery(
     delays = []
     for _ in range(30):
         model = fed(AcceptanceModel(7), draw(rng, (before,) * depth, batch, 1000 if batch == 1 else 200))
-        for delay, one in enumerate(draw(rng, (after,) * depth, batch, 400), start=1):  # noqa: B007
-            model.learn(one)
+        for delay, entry in enumerate(draw(rng, (after,) * depth, batch, 400), start=1):  # noqa: B007
+            model.learn(entry)
             if after > before:
                 fed(model, iter([step([0] * batch, 0)] * 5))
             if abs(model.expected_length(depth, batch, 500.0) - end) < 0.25 * abs(start - end):
@@ -363,9 +363,9 @@ def test_a_client_counts_for_its_share_of_the_rows(seed: int, batch: int, good: 
     """One row in every step accepts all or nothing: the others' hazard moves by no more than that row's share."""
     rng = np.random.default_rng(seed)
     plain, led = AcceptanceModel(1), AcceptanceModel(1)
-    for one in draw(rng, (own,), batch, 300):
-        plain.learn(one)
-        led.learn(step([int(good), *one.accepted_drafts[1:]], 1))
+    for entry in draw(rng, (own,), batch, 300):
+        plain.learn(entry)
+        led.learn(step([int(good), *entry.accepted_drafts[1:]], 1))
     assert abs(led.hazard(batch, 500.0)[0] - plain.hazard(batch, 500.0)[0]) <= 1.5 / batch
     assert batch < 8 or led.changes == 0
 
@@ -376,9 +376,9 @@ def test_however_records_come_and_whenever_somebody_asks_the_model_is_the_same(a
     rng = np.random.default_rng(seed)
     records = [*draw(rng, FALLING, 8, 200), *draw(rng, (0.2,) * 7, 8, 100), *draw(rng, FALLING, 40, 100, 3, LONG)]
     asked, silent = AcceptanceModel(7), AcceptanceModel(7)
-    for at, one in enumerate(records):
-        asked.learn(one)
-        silent.learn(one)
+    for at, entry in enumerate(records):
+        asked.learn(entry)
+        silent.learn(entry)
         if at in asked_at:
             asked.lengths(8, 500.0)
             asked.hazard(40, LONG)
@@ -449,8 +449,8 @@ def test_a_change_of_a_band_apart_is_its_own() -> None:
         fed(model, draw(rng, (0.8,) * 3, 16, 3, 3, 500))
         fed(model, draw(rng, (0.3,) * 3, 16, 1, 3, LONG))
     before = pooled(model)
-    for one in draw(rng, (0.95,) * 3, 16, 100, 3, LONG):
-        model.learn(one)
+    for entry in draw(rng, (0.95,) * 3, 16, 100, 3, LONG):
+        model.learn(entry)
         if model.changes:
             break
     assert model.changes == 1
@@ -464,8 +464,8 @@ def test_a_band_half_apart_is_unsure_between_the_two() -> None:
     rng = np.random.default_rng(21)
     model = fed(AcceptanceModel(1), draw(rng, (0.8,), 16, 200, 1, 500))
     pool, covered, half = 1.8, [], []
-    for one in draw(rng, (0.45,), 4, 120, 1, LONG):
-        model.learn(one)
+    for entry in draw(rng, (0.45,), 4, 120, 1, LONG):
+        model.learn(entry)
         low, high = model.interval(1, 4, LONG)
         if 1.55 < model.expected_length(1, 4, LONG) < 1.7:
             half.append(high - low)
@@ -495,8 +495,8 @@ def test_a_drafter_that_breaks_is_seen_within_400_samples_and_seen_to_be_mended(
     rng = np.random.default_rng(25)
     model = fed(AcceptanceModel(3), draw(rng, (0.8,) * 3, batch, 500))
     samples = 0
-    for one in draw(rng, (0.0, 0.5, 0.5), batch, 1000):
-        model.learn(one)
+    for entry in draw(rng, (0.0, 0.5, 0.5), batch, 1000):
+        model.learn(entry)
         samples += min(batch, 32)  # as many count
         if model.drafter_broken:
             break
@@ -557,9 +557,9 @@ def test_a_right_prior_is_kept_and_tells_more_than_none(batch: int, deviation: f
     dropped = 0
     for seed in range(40):
         models = {"prior": AcceptanceModel.from_prior(old.to_prior()), "none": AcceptanceModel(3)}
-        for number, one in enumerate(drawn(seed, 80)):
+        for number, entry in enumerate(drawn(seed, 80)):
             for name, model in models.items():
-                model.learn(one)
+                model.learn(entry)
                 if number < 20:
                     errors[name].append((model.expected_length(3, batch, 500.0) - truth) ** 2)
         dropped += models["prior"].changes
@@ -615,8 +615,8 @@ def test_a_change_reaches_every_band_that_went_with_the_pool(before: float, afte
     def both(hazard: float, count: int) -> None:
         low, high = (draw(rng, [hazard] * 7, 64, count, context=context) for context in (500, 1100))
         for pair in zip(low, high, strict=True):
-            for one in pair:
-                model.learn(one)
+            for entry in pair:
+                model.learn(entry)
 
     both(before, 100)
     both(after, 10)

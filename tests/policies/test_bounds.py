@@ -33,22 +33,22 @@ def plans(draw: st.DrawFn) -> Plan:
 def test_at_every_batch_size_the_nearest_within_bounds_is_chosen(
     plan: Plan, only: set[int], caps: dict[int, int]
 ) -> None:
-    found = bounded(plan, ARMS, only, sorted(caps.items()))
-    CompiledTable.compile(found.table(1, 5.0, "p"), ARMS)
+    limited = bounded(plan, ARMS, only, sorted(caps.items()))
+    CompiledTable.compile(limited.table(1, 5.0, "p"), ARMS)
     allowed = [k for k in ARMS if not only or k in only]
     for batch in range(1, 45):
         cap = min((k for least, k in caps.items() if least <= batch), default=99)
         within = [k for k in allowed if k <= cap] or allowed[:1]
         for context in (10.0, 5000.0):
-            before, after = plan.grid.cell(batch, context), found.grid.cell(batch, context)
+            before, after = plan.grid.cell(batch, context), limited.grid.cell(batch, context)
             smaller = [k for k in within if k <= plan.choice[before]]
-            assert found.choice[after] == (smaller[-1] if smaller else within[0])
-            assert found.keep[after] == plan.keep[before] & set(within)
-            assert {k for k, _ in found.explore.get(after, ())} <= set(within)
-            if found.choice[after] == plan.choice[before]:
-                kept = [one for one in plan.explore.get(before, ()) if one[0] in within]
-                assert list(found.explore.get(after, ())) == kept
-    assert bisect_left(found.grid.batch_edges, 0) == 0
+            assert limited.choice[after] == (smaller[-1] if smaller else within[0])
+            assert limited.keep[after] == plan.keep[before] & set(within)
+            assert {k for k, _ in limited.explore.get(after, ())} <= set(within)
+            if limited.choice[after] == plan.choice[before]:
+                kept = [(k, share) for k, share in plan.explore.get(before, ()) if k in within]
+                assert list(limited.explore.get(after, ())) == kept
+    assert bisect_left(limited.grid.batch_edges, 0) == 0
 
 
 def test_bounds_that_leave_nothing_are_refused() -> None:

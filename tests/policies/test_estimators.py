@@ -41,15 +41,15 @@ def test_intervals_hold_the_truth(target: Plan) -> None:
     errors = []
     for seed in range(24):
         log = replace(BUSY, seed=seed)
-        found = judged(log, target=target)
+        evaluation = judged(log, target=target)
         truth = log.truth(target)
         for estimator in ESTIMATORS:
-            one = found.sums["target"].estimate(estimator, found.switches)
-            assert one is not None
-            assert one.answered == 1.0
-            held[estimator] += one.low <= truth <= one.high
-            errors.append(abs(one.estimate / truth - 1.0))
-            assert one.high - one.low < 0.1 * truth
+            estimate = evaluation.sums["target"].estimate(estimator, evaluation.switches)
+            assert estimate is not None
+            assert estimate.answered == 1.0
+            held[estimator] += estimate.low <= truth <= estimate.high
+            errors.append(abs(estimate.estimate / truth - 1.0))
+            assert estimate.high - estimate.low < 0.1 * truth
     # benchmarks/evaluate_coverage.py has 200 repetitions of a million steps.
     assert min(held.values()) >= 21
     assert max(errors) < 0.05
@@ -57,49 +57,49 @@ def test_intervals_hold_the_truth(target: Plan) -> None:
 
 def test_where_acceptance_drifts_and_the_log_follows_it_only_by_its_draws() -> None:
     log = replace(BUSY, steps=60_000, drift=0.25)
-    found = judged(log, target=LESS)
+    evaluation = judged(log, target=LESS)
     for estimator in ESTIMATORS:
-        one = found.sums["target"].estimate(estimator, found.switches)
-        assert one is not None
-        assert one.estimate == pytest.approx(log.truth(LESS), rel=0.02)
+        estimate = evaluation.sums["target"].estimate(estimator, evaluation.switches)
+        assert estimate is not None
+        assert estimate.estimate == pytest.approx(log.truth(LESS), rel=0.02)
 
 
 @pytest.mark.parametrize("target", [table((1, 3), (49, 1)), table((1, 1)), LESS])
 def test_gain_is_in_speed_for_the_same_work(target: Plan) -> None:
     log = replace(BUSY, steps=120_000, exploration=0.03)
-    found = judged(log, target=target)
+    evaluation = judged(log, target=target)
     for estimator in ESTIMATORS:
-        one = found.sums["target"].estimate(estimator, found.switches)
-        assert one is not None
+        estimate = evaluation.sums["target"].estimate(estimator, evaluation.switches)
+        assert estimate is not None
         # What is logged also explores and switches, which costs a little.
-        assert one.gain == pytest.approx(log.gain(target), abs=0.02)
+        assert estimate.gain == pytest.approx(log.gain(target), abs=0.02)
 
 
 def test_policies_that_tie_are_a_tie() -> None:
     log = replace(BUSY, tie=True, ending=0.0)
     plans = {"none": table((1, 0)), "one": table((1, 1)), "three": table((1, 3)), "less": LESS}
-    found = judged(log, **plans, logged=None)
+    evaluation = judged(log, **plans, logged=None)
     for name in plans:
         for estimator in ESTIMATORS:
-            one = found.sums[name].estimate(estimator, found.switches)
-            assert one is not None
-            assert abs(one.gain) < 0.01
-            assert one.gain_low - 2e-3 < 0.0 < one.gain_high + 2e-3
+            estimate = evaluation.sums[name].estimate(estimator, evaluation.switches)
+            assert estimate is not None
+            assert abs(estimate.gain) < 0.01
+            assert estimate.gain_low - 2e-3 < 0.0 < estimate.gain_high + 2e-3
 
 
 def test_what_was_logged_is_what_it_earned() -> None:
     log = replace(BUSY, prefills=0.0)
-    found = judged(log, logged=None)
+    evaluation = judged(log, logged=None)
     tokens = seconds = 0.0
     for chunk in log.chunks():
         accepted = chunk.columns.ragged("accepted_drafts").values
         tokens += float((accepted + 1)[accepted >= 0].sum())
         seconds += float(chunk.columns["seconds"].sum())
     for estimator in ESTIMATORS:
-        one = found.sums["logged"].estimate(estimator, found.switches)
-        assert one is not None
-        assert one.estimate == pytest.approx(tokens / seconds, rel=2e-3)
-        assert one.gain == pytest.approx(0.0, abs=1e-4)
+        estimate = evaluation.sums["logged"].estimate(estimator, evaluation.switches)
+        assert estimate is not None
+        assert estimate.estimate == pytest.approx(tokens / seconds, rel=2e-3)
+        assert estimate.gain == pytest.approx(0.0, abs=1e-4)
 
 
 def test_a_hiccup_of_the_host_is_no_property_of_a_k() -> None:
@@ -116,11 +116,11 @@ def test_a_hiccup_of_the_host_is_no_property_of_a_k() -> None:
     calm, rough = (kind(30_000, 3, exploration=0.1) for kind in (Log, Hiccups))
     values = []
     for log in (calm, rough):
-        found = judged(log, target=LESS)
-        one = found.sums["target"].estimate("snips", found.switches)
-        assert one is not None
-        values.append(one.estimate)
-    assert found.switches.outliers > 10
+        evaluation = judged(log, target=LESS)
+        estimate = evaluation.sums["target"].estimate("snips", evaluation.switches)
+        assert estimate is not None
+        values.append(estimate.estimate)
+    assert evaluation.switches.outliers > 10
     assert values[1] == pytest.approx(values[0], rel=0.02)
 
 
@@ -129,12 +129,12 @@ def test_a_hiccup_of_the_host_is_no_property_of_a_k() -> None:
 
 def test_without_exploration_only_what_ran_is_told() -> None:
     log = replace(BUSY, exploration=0.0)
-    found = judged(log, same=log.logged, less=LESS, logged=None)
-    same = found.sums["same"].estimate("doubly-robust", found.switches)
+    evaluation = judged(log, same=log.logged, less=LESS, logged=None)
+    same = evaluation.sums["same"].estimate("doubly-robust", evaluation.switches)
     assert same is not None
     assert same.estimate == pytest.approx(log.truth(log.logged), rel=5e-3)
-    assert found.sums["less"].estimate("snips", found.switches) is None
-    cells = found.sums["less"].overlap.unanswered()
+    assert evaluation.sums["less"].estimate("snips", evaluation.switches) is None
+    cells = evaluation.sums["less"].overlap.unanswered()
     assert {cell.steps for cell in cells} == {0, 1}
     assert all("nothing was explored" in cell.reason for cell in cells)
     # Batch 7 and 8 lie in the region from 5 on; K=0 begins at 13.
@@ -155,16 +155,16 @@ def test_a_k_that_was_no_alternative_is_named() -> None:
                 chunk.columns._arrays["draft_tokens"] = chunk.columns._arrays["steps"] + 1
                 yield chunk
 
-    found = judged(OnlyThree(30_000, 2, exploration=0.1), target=table((1, 3), (9, 0)))
-    assert found.sums["target"].estimate("doubly-robust", found.switches) is None
-    reasons = {cell.reason for cell in found.sums["target"].overlap.unanswered()}
+    evaluation = judged(OnlyThree(30_000, 2, exploration=0.1), target=table((1, 3), (9, 0)))
+    assert evaluation.sums["target"].estimate("doubly-robust", evaluation.switches) is None
+    reasons = {cell.reason for cell in evaluation.sums["target"].overlap.unanswered()}
     assert reasons == {"K=0 was never drawn there: it was not among what was explored"}
 
 
 def test_blocks_of_one_step_tell_no_time() -> None:
-    found = judged(replace(BUSY, block_steps=1), target=LESS)
-    assert found.sums["target"].estimate("snips", found.switches) is None
-    assert all("first steps after a switch" in cell.reason for cell in found.sums["target"].overlap.unanswered())
+    evaluation = judged(replace(BUSY, block_steps=1), target=LESS)
+    assert evaluation.sums["target"].estimate("snips", evaluation.switches) is None
+    assert all("first steps after a switch" in cell.reason for cell in evaluation.sums["target"].overlap.unanswered())
 
 
 def test_the_floor_that_is_named_is_enough() -> None:
@@ -174,10 +174,10 @@ def test_the_floor_that_is_named_is_enough() -> None:
     floor = needed_floor(sums.overlap.unanswered(), silent.steps, silent.switches.spread, 4)
     assert 1e-4 < floor < 0.02
     # The floor is of each other K.
-    found = judged(replace(log, exploration=2 * floor), target=LESS)
-    one = found.sums["target"].estimate("snips", found.switches)
-    assert one is not None
-    assert (one.high - one.low) / 2.0 / one.estimate < 0.03
+    evaluation = judged(replace(log, exploration=2 * floor), target=LESS)
+    estimate = evaluation.sums["target"].estimate("snips", evaluation.switches)
+    assert estimate is not None
+    assert (estimate.high - estimate.low) / 2.0 / estimate.estimate < 0.03
 
 
 def test_no_floor_makes_a_short_log_answer() -> None:
@@ -206,11 +206,11 @@ def test_a_follower_runs_what_the_hooks_would(data: st.DataObject) -> None:
     follower = Follower([plan], ARMS, 3)
     batch, context = np.array([b for b, _ in states], int), np.array([c for _, c in states], float)
     cut = len(states) // 2
-    found = [
+    numbers = [
         follower.follow(batch[part], context[part], np.zeros(len(batch[part]), int)).tolist()
         for part in (slice(0, cut), slice(cut, None))
     ]
-    assert found[0] + found[1] == expected
+    assert numbers[0] + numbers[1] == expected
 
 
 def test_draws_are_those_of_the_hooks() -> None:

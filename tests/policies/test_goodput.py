@@ -117,14 +117,14 @@ def test_while_skipping_a_draft_that_could_win_is_probed_and_one_that_cannot_is_
     assert plan.choice[cell] == 0
     ((_, probability),) = plan.explore[cell]
     assert 0.0 < probability <= 2 / 140
-    dear = Goodput()
-    dear.decide(SERVER, 0.0)
+    expensive = Goodput()
+    expensive.decide(SERVER, 0.0)
     SECONDS.update({1: 0.02, 3: 0.05})
     try:
-        steps(dear, 900, 0.02)
+        steps(expensive, 900, 0.02)
     finally:
         SECONDS.update({1: 0.0055, 3: 0.0065})
-    assert dear.decide(SERVER, 0.0).explore == {}
+    assert expensive.decide(SERVER, 0.0).explore == {}
 
 
 def test_before_any_step_it_is_the_servers_fallback_everywhere() -> None:
@@ -134,7 +134,7 @@ def test_before_any_step_it_is_the_servers_fallback_everywhere() -> None:
     assert "no steps seen yet" in plan.reason
 
 
-def test_a_server_that_comes_back_different_is_learned_anew() -> None:
+def test_a_server_that_comes_back_different_is_learned_again() -> None:
     policy = Goodput()
     policy.decide(SERVER, 0.0)
     steps(policy, 300, 0.7)

@@ -47,7 +47,7 @@ def _linear(points: list[tuple[float, float]], x: float) -> float:
 
 
 class Server:
-    """Feeds records to a model, gaplessly numbered."""
+    """Feeds a model with records that are numbered without gaps."""
 
     def __init__(self, model: CostModel, rng: random.Random, scale: float = 1.0) -> None:
         self.model, self.rng, self.scale = model, rng, scale
@@ -77,7 +77,7 @@ class Server:
 
 
 Seconds = Callable[[int, int, float], float]
-"""By K, captured batch size and mean context."""
+"""Seconds of a step by K, captured batch size (requests) and mean context (tokens per request)."""
 
 NAMED = ("context", "h200-native-skip", "h200-sglang", "h200-triton", "moe")
 
@@ -113,14 +113,18 @@ def drawn(seed: int) -> Seconds:
     return seconds
 
 
+def rates(seconds: Sequence[float], acceptance: float = 0.7) -> list[float]:
+    """Tokens per second and request of each of STEPS, by the seconds of its step."""
+    return [sum(acceptance**i for i in range(k + 1)) / s for k, s in zip(STEPS, seconds, strict=True)]
+
+
 def best(seconds: Sequence[float], acceptance: float = 0.7) -> int:
     """Index of the K with the most tokens per second, of STEPS."""
-    rates = [sum(acceptance**i for i in range(k + 1)) / s for k, s in zip(STEPS, seconds, strict=True)]
-    return rates.index(max(rates))
+    goodput = rates(seconds, acceptance)
+    return goodput.index(max(goodput))
 
 
 def share_of_best(model: CostModel, surface: Seconds, size: int, mean_context: float) -> float:
-    """What the K that looks best gives, of what the best does."""
-    truth = [surface(k, size, mean_context) for k in STEPS]
-    rates = [sum(0.7**i for i in range(k + 1)) / s for k, s in zip(STEPS, truth, strict=True)]
-    return rates[best(model.predict_all(size, mean_context)[0].tolist())] / max(rates)
+    """Goodput of the K that the model takes for the best, as a share of that of the best."""
+    truth = rates([surface(k, size, mean_context) for k in STEPS])
+    return truth[best(model.predict_all(size, mean_context)[0].tolist())] / max(truth)

@@ -134,14 +134,7 @@ class PolicyError(ValueError):
 
 
 def require_candidate(server: Hello, steps: int, wanted: str) -> None:
-    """Raise PolicyError unless K = ``steps`` is among the server's candidates; ``wanted`` says where it is asked for.
-
-    >>> from tests.support.messages import hello
-    >>> require_candidate(hello(candidate_steps=[0, 1]), 3, "policy.steps = 3")
-    Traceback (most recent call last):
-    specpilot.policies.interface.PolicyError: policy.steps = 3 is not among the candidate steps [0, 1] of node:30000: \
-choose one of them, or add it to the server's --speculative-adaptive-config
-    """
+    """Raise PolicyError unless K = ``steps`` is among the server's candidates; ``wanted`` says what asks for it."""
     if steps not in server.candidate_steps:
         raise PolicyError(
             f"{wanted} is not among the candidate steps {server.candidate_steps} of {server.server_id}: "

@@ -41,8 +41,9 @@ from specpilot.controller.client.status import StatusError, fetch_status
 from specpilot.controller.trace.info import trace_info
 from specpilot.sglang_hooks.wire import MAX_MESSAGE_BYTES, MAX_TABLE_BYTES, WIRE_VERSION, Lease, encode
 from tests.faults.proxy import Direction, Proxy
-from tests.faults.rig import LEASE_SECONDS, Controller, Host, Server, limit, until
+from tests.faults.rig import Controller, Host, Server, limit
 from tests.support.messages import record, table
+from tests.support.waiting import until
 
 PACE_SECONDS = 0.004
 SEGMENTS = 20
@@ -53,6 +54,7 @@ HEARD_SECONDS = 0.5
 CALM_RECORDS_SECONDS = 0.5
 """From the last record of a calm spell to the next fault: by then it is in the trace."""
 WAIT_SECONDS = 30.0
+LEASE_SECONDS = 0.6
 CONFIGURATIONS = (
     'name = "threshold"\nthreshold = 12\nsteps = 3\nband = 2',
     'name = "threshold"\nthreshold = 40\nsteps = 1\nband = 2',
@@ -66,7 +68,7 @@ class Soak:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.draws = random.Random(seed)
-        self.controller = Controller(folder, policy=CONFIGURATIONS[0]).start()
+        self.controller = Controller(folder, policy=CONFIGURATIONS[0], lease=LEASE_SECONDS).start()
         self.proxy = Proxy(folder / "front.ipc", folder / "c.ipc")
         self.proxy.start()
         self.host = Host(folder)
@@ -79,7 +81,7 @@ class Soak:
         self.calm_records: list[tuple[int, int]] = []
         """Numbers of those made in calm spells, first and one beyond the last."""
         self.controller_deaths = 0
-        until(lambda: self.controller.status().trace_written, "the first record in the trace", WAIT_SECONDS)
+        until(lambda: self.controller.status().trace_written, WAIT_SECONDS, what="the first record in the trace")
 
     # -- faults --
 
@@ -171,7 +173,7 @@ class Soak:
     def no_zmtp(self) -> None:
         connections = self.proxy.connections
         direction = self._direction()
-        until(lambda: self.proxy.inject_bytes(direction, b"\xff" * 32), "a connection to break", WAIT_SECONDS)
+        until(lambda: self.proxy.inject_bytes(direction, b"\xff" * 32), WAIT_SECONDS, what="a connection to break")
         self.recover(connections)
 
     def oversized(self) -> None:
@@ -222,7 +224,7 @@ class Soak:
 
     def restarted_otherwise(self) -> None:
         self.controller.end(signal.SIGTERM)
-        self.controller.configure(policy=self.draws.choice(CONFIGURATIONS))
+        self.controller.configure(policy=self.draws.choice(CONFIGURATIONS), lease=LEASE_SECONDS)
         self._start()
 
     def second_controller(self) -> None:
@@ -239,11 +241,11 @@ class Soak:
         return self.draws.choice(["to_hook", "to_controller"])  # type: ignore[return-value]
 
     def _inject(self, direction: Direction, *bodies: bytes) -> None:
-        until(lambda: self.proxy.inject(direction, *bodies), "a connection to inject into", WAIT_SECONDS)
+        until(lambda: self.proxy.inject(direction, *bodies), WAIT_SECONDS, what="a connection to inject into")
 
     def _tamper(self, direction: Direction, change: Callable[[bytes], list[bytes]]) -> None:
         self.proxy.tamper(direction, change)
-        until(lambda: not self.proxy.waiting(), "a message to tamper with", WAIT_SECONDS)
+        until(lambda: not self.proxy.waiting(), WAIT_SECONDS, what="a message to tamper with")
 
     def _epoch(self) -> int:
         return int(self.server.stats()["epoch"])
@@ -273,7 +275,7 @@ class Soak:
         self.proxy.release()
         begun = time.perf_counter()
         back = lambda: self.proxy.connections > connections and self.in_command()  # noqa: E731
-        until(back, "the controller's command", WAIT_SECONDS)
+        until(back, WAIT_SECONDS, what="the controller's command")
         self.recoveries.append((round(time.perf_counter() - begun, 3), self.doing))
 
     def check(self) -> None:
@@ -298,7 +300,7 @@ class Soak:
             self.server.command(name, value)
         self.recover()
         # What a full disk has cost is counted, but it would look like a loss in the calm.
-        until(lambda: not self.controller.status().trace_error, "the trace's recovery", WAIT_SECONDS)
+        until(lambda: not self.controller.status().trace_error, WAIT_SECONDS, what="the trace's recovery")
         time.sleep(CALM_RECORDS_SECONDS)
 
     def processes(self) -> dict[str, dict[str, float]]:

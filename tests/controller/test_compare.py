@@ -5,28 +5,39 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from specpilot.controller.client.settings import change_settings
-from specpilot.controller.compare.command import Run, orders
+from specpilot.controller.compare.command import GENERATOR, Run, orders
 from specpilot.controller.compare.report import cells
 from specpilot.controller.trace.format import records
 from specpilot.controller.trace.reader import Segment, segments
 from specpilot.sglang_hooks.wire import SetRequest, StepRecord
 from tests.controller.test_service import Controller
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
+from tests.support.warm import program
 
 ROOT = Path(__file__).parents[2]
+COMMAND = ("-m", "specpilot.controller.cli")
+RENEWING = """
+import sys
+from specpilot.controller import cli
+from specpilot.controller.compare import command
+command.RENEW_SECONDS = 0.5
+sys.exit(cli.main(sys.argv[1:]))
+"""
+"""The same, but a controller that is gone is missed sooner."""
 SMALL = f"{sys.executable} -m tests.support.load_generator"
 
 
@@ -39,13 +50,13 @@ class Rig:
         self.server = subprocess.Popen(
             [sys.executable, "-m", "tests.support.http_server", self.controller.endpoint, str(port)], cwd=ROOT
         )
-        until(lambda: port.exists() and port.read_text(), 30)
+        until(lambda: port.exists() and port.read_text())
         self.url = f"http://127.0.0.1:{port.read_text()}"
         self.controller.server("sim/0")
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, command: Sequence[str] = COMMAND) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "specpilot.controller.cli", "compare", self.url,
+            [sys.executable, *command, "compare", self.url,
              "--endpoint", self.controller.endpoint, "--json", str(self.folder / "out.json"), *arguments],
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
@@ -81,7 +92,7 @@ def test_every_arm_is_in_force_in_its_runs_and_the_configured_one_afterwards(rig
         "--arms", "skip", "static:3", "goodput", "--concurrency", "1", "4", "--repetitions", "2", "--requests", "6",
         "--generator", SMALL, "--load", "--random-output-len 64", "--png", str(png),
     )  # fmt: skip
-    output, _ = done.communicate(timeout=110)
+    output, _ = done.communicate(timeout=4 * PATIENCE)
     assert done.returncode == 0, output
     out = json.loads((rig.folder / "out.json").read_text())
     runs = out["runs"]
@@ -95,11 +106,13 @@ def test_every_arm_is_in_force_in_its_runs_and_the_configured_one_afterwards(rig
         ]
         assert orders_there[0] != orders_there[1]
     newest = max(run["started_at"] for run in runs)
-    until(lambda: any(step.time > newest for step in rig.steps()), 20)  # flushed by the controller
-    time.sleep(0.5)
+    until(lambda: any(step.time > newest for step in rig.steps()))  # flushed by the controller
     steps = rig.steps()
-    for run in runs:
-        within = [s for s in steps if run["started_at"] <= s.time <= run["started_at"] + run["seconds"]]
+    # Nothing else is asked of the server, so all steps until the next run begins are this one's, however long the
+    # generator took to start: a run's own seconds begin with its first request.
+    starts = [*(run["started_at"] for run in runs), math.inf]
+    for run, start, end in zip(runs, starts, starts[1:], strict=False):
+        within = [step for step in steps if start <= step.time < end]
         assert within
         ran = {step.draft_tokens - 1 for step in within}
         assert ran == {"skip": {0}, "static:3": {3}}.get(run["arm"], ran)
@@ -111,42 +124,42 @@ def test_every_arm_is_in_force_in_its_runs_and_the_configured_one_afterwards(rig
     assert png.stat().st_size > 10_000
     assert "static:3" in output
     assert not rig.set_now()
-    until(lambda: rig.controller.server("sim/0").table.choice == [1], 2.0)  # type: ignore[union-attr]
+    until(lambda: rig.controller.server("sim/0").table.choice == [1])  # type: ignore[union-attr]
 
 
 def test_an_interrupted_comparison_puts_the_server_back(rig: Rig) -> None:
     for how, code in ((signal.SIGINT, 130), (signal.SIGTERM, 130)):
         done = rig.start("--arms", "skip", "static:3", "--concurrency", "1", "--requests", "1000", "--generator", SMALL)
-        until(lambda: rig.set_now(), 15)
-        until(lambda: _generators(), 10)
+        until(lambda: rig.set_now())
+        generators = until(lambda done=done: _generators(done))
         done.send_signal(how)
-        output, _ = done.communicate(timeout=15)
+        output, _ = done.communicate(timeout=PATIENCE)
         assert done.returncode == code, output
         assert "interrupted" in output
         assert not rig.set_now()
-        until(lambda: not _generators(), 5)
+        psutil.wait_procs(generators, PATIENCE)
+        assert not any(generator.is_running() for generator in generators)
 
 
-def _generators() -> set[str]:
-    found = subprocess.run(
-        ["pgrep", "-f", "tests.support.load_generator --backend"], capture_output=True, text=True
-    ).stdout
-    return set(found.split())
+def _generators(comparison: subprocess.Popen[str]) -> list[psutil.Process]:
+    children = psutil.Process(comparison.pid).children()
+    return [child for child in children if "tests.support.load_generator" in child.cmdline()]
 
 
 def test_a_killed_comparison_leaves_a_pin_that_ends(rig: Rig) -> None:
     done = rig.start("--arms", "skip", "static:3", "--concurrency", "1", "--requests", "1000", "--generator", SMALL)
-    until(lambda: rig.set_now(), 15)
+    until(lambda: rig.set_now())
     done.kill()
     done.wait()
     assert all(0 < one.seconds <= 60 and one.origin == "set for a time" for one in rig.set_now())
 
 
 def test_a_dead_controller_ends_the_comparison_with_a_word(rig: Rig) -> None:
-    done = rig.start("--arms", "skip", "static:3", "--concurrency", "1", "--requests", "40", "--generator", SMALL)
-    until(lambda: rig.set_now(), 15)
+    done = rig.start("--arms", "skip", "static:3", "--concurrency", "1", "--requests", "1000", "--generator", SMALL,
+                     command=["-c", RENEWING])  # fmt: skip
+    until(lambda: rig.set_now())
     rig.controller.end(signal.SIGKILL)
-    output, _ = done.communicate(timeout=60)
+    output, _ = done.communicate(timeout=PATIENCE)
     assert done.returncode == 1
     assert "did not answer" in output or "no controller" in output
     assert "Traceback" not in output
@@ -164,7 +177,7 @@ def test_a_dead_controller_ends_the_comparison_with_a_word(rig: Rig) -> None:
 )
 def test_what_cannot_be_compared_is_named(arguments: list[str], code: int, says: str, shared: Rig) -> None:
     done = shared.start(*arguments)
-    output, _ = done.communicate(timeout=30)
+    output, _ = done.communicate(timeout=PATIENCE)
     assert says in output
     assert done.returncode == code
     assert "Traceback" not in output
@@ -179,7 +192,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 
 @pytest.mark.sglang
-@pytest.mark.timeout(300)  # its start alone, which imports SGLang, takes half a minute here
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs an installed SGLang")
 def test_the_load_generator_of_sglang(shared: Rig) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -190,9 +202,10 @@ def test_the_load_generator_of_sglang(shared: Rig) -> None:
     folder = shared.folder / "tokenizer"
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
     load = f"--tokenizer {folder} --random-input-len 32 --random-output-len 32 --tokenize-prompt"
+    assert (sys.executable, "-m", "sglang.benchmark.serving") == GENERATOR
     done = shared.start("--arms", "static:3", "--concurrency", "2", "--repetitions", "1", "--requests", "4",
-                        "--load", load)  # fmt: skip
-    output, _ = done.communicate(timeout=280)
+                        "--load", load, "--generator", shlex.join(program(*GENERATOR[1:])))  # fmt: skip
+    output, _ = done.communicate(timeout=4 * PATIENCE)
     assert done.returncode == 0, output
     runs = json.loads((shared.folder / "out.json").read_text())["runs"]
     assert [run["requests"] for run in runs] == [4]

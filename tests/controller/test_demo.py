@@ -38,7 +38,7 @@ from specpilot.policies.knowledge import Estimate
 from specpilot.sglang_hooks.wire import DecisionTable, StepRecord
 from tests.support.messages import hello, record
 from tests.support.snapshots import status
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 BLOCKER = """
 import sys
@@ -97,7 +97,9 @@ def test_the_demo_end_to_end(tmp_path: Path, environment: dict[str, str]) -> Non
         str(paths["out.json"]),
     ]
     command += ["--png", str(paths["picture.png"]), "--keep", str(paths["kept"])]
-    process = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=90)
+    process = subprocess.run(
+        command, capture_output=True, text=True, env=environment, check=False, timeout=4 * PATIENCE
+    )
     assert process.returncode == 0, process.stdout + process.stderr
 
     report = json.loads(paths["out.json"].read_text())
@@ -144,7 +146,7 @@ def test_nothing_of_the_demo_imports_torch_or_sglang() -> None:
         "import specpilot.controller.demo.command, specpilot.controller.simulation.server, sys; "
         "assert not {'torch', 'sglang', 'matplotlib'} & sys.modules.keys()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
 
 
 def run_in_process(tmp_path: Path, width: int = 200) -> tuple[int, str]:
@@ -194,7 +196,7 @@ def test_a_controller_killed_in_the_middle_ends_the_demo(tmp_path: Path, environ
         child for child in psutil.Process(process.pid).children() if "specpilot.controller.cli" in child.cmdline()
     )
     controller.kill()
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert "the controller ended early with exit code -9; its last lines were:" in output
     assert "connected" in output
@@ -205,10 +207,10 @@ def test_a_demo_that_is_stopped_leaves_no_process_behind(tmp_path: Path, environ
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) == 2
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert "interrupted" in output
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=PATIENCE)
     assert not alive
 
 
@@ -232,7 +234,7 @@ def test_on_a_terminal_the_page_can_be_looked_at_until_enter(tmp_path: Path, env
     def read_until(text: str) -> None:
         nonlocal shown
         while text not in shown:
-            assert select.select([controlling], [], [], 60.0)[0], shown[-2000:]
+            assert select.select([controlling], [], [], PATIENCE)[0], shown[-2000:]
             shown += os.read(controlling, 1 << 16).decode(errors="replace")
 
     try:
@@ -244,19 +246,19 @@ def test_on_a_terminal_the_page_can_be_looked_at_until_enter(tmp_path: Path, env
         for _ in range(2):
             # The page is there, and the load goes on.
             before = records[-1] if records else 0
-            until(lambda: records_of(page[1]) > before, 30.0)  # noqa: B023
+            until(lambda: records_of(page[1]) > before)  # noqa: B023
             records.append(records_of(page[1]))
         started = psutil.Process(process.pid).children(recursive=True)
         os.write(controlling, b"\n")
-        assert process.wait(30) == 0
-        assert psutil.wait_procs(started, timeout=5)[1] == []
+        assert process.wait(PATIENCE) == 0
+        assert psutil.wait_procs(started, timeout=PATIENCE)[1] == []
     finally:
         process.kill()
         os.close(controlling)
 
 
 def records_of(page: str) -> int:
-    with urlopen(f"{page}api/status", timeout=10.0) as answer:
+    with urlopen(f"{page}api/status", timeout=PATIENCE) as answer:
         told = msgspec.json.decode(answer.read(), type=ControllerStatus)
     return sum(server.records for server in told.servers)
 

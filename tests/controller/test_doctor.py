@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -75,7 +74,9 @@ from specpilot.sglang_hooks.settings import Settings
 from specpilot.sglang_hooks.skip import ATTENTION_BACKENDS, SkipMemory
 from specpilot.sglang_hooks.table_policy import TablePolicy
 from tests.controller.test_service import Controller, in_command
-from tests.support.waiting import until
+from tests.support.ports import own_port
+from tests.support.waiting import PATIENCE, until
+from tests.support.warm import program
 
 ROOT = Path(__file__).parents[2]
 EAGLE = ["--model-path", "m", "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "d"]
@@ -145,7 +146,7 @@ def environments(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], li
         words = ["--", *EAGLE] if kind == "absent" else []
         ran = subprocess.run(
             [sys.executable, "-S", "-m", "specpilot.controller.cli", "doctor", "--json", *words],
-            env={**environment, "PYTHONPATH": paths}, cwd=folder, capture_output=True, text=True, timeout=100,
+            env={**environment, "PYTHONPATH": paths}, cwd=folder, capture_output=True, text=True, timeout=4 * PATIENCE,
         )  # fmt: skip
         assert ran.stdout, ran.stderr
         checks = msgspec.json.decode(ran.stdout, type=list[Check])
@@ -433,10 +434,7 @@ def test_a_controller_that_is_not_there_or_does_not_answer(steered: tuple[Contro
 
 def test_a_controller_over_tcp_that_refuses_the_key(tmp_path: Path) -> None:
     made, stranger = make_keys(tmp_path / "keys"), make_keys(tmp_path / "other")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    endpoint = Endpoint(f"tcp://127.0.0.1:{port}", str(made.controller_pair), str(made.authorized))
+    endpoint = Endpoint(f"tcp://127.0.0.1:{own_port()}", str(made.controller_pair), str(made.authorized))
     try:
         keys = KeyFiles(str(stranger.client_pair), str(made.controller_public))
         checks = check_controller(Address(endpoint.endpoint, keys))[1]
@@ -642,7 +640,7 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         "elsewhere": [*base, "--speculative-adaptive-config", str(steps)],
     }
     ran = subprocess.run(
-        [sys.executable, "-c", RESOLVED, json.dumps(wanted)], capture_output=True, text=True, timeout=100
+        [*program("-c", RESOLVED), json.dumps(wanted)], capture_output=True, text=True, timeout=4 * PATIENCE
     )
     assert ran.returncode == 0, ran.stderr
     found: dict[str, dict[str, Any]] = json.loads(ran.stdout.splitlines()[-1])

@@ -9,11 +9,9 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,9 @@ from specpilot.controller.client.status import StatusError, fetch_status
 from specpilot.controller.errors import ConfigError
 from specpilot.controller.launch.command import LaunchRequest, plan
 from specpilot.controller.launch.sglang_arguments import additions, given, health_url, unsteerable
+from tests.support.ports import own_port
+from tests.support.waiting import PATIENCE, until
+from tests.support.warm import program
 
 ROOT = Path(__file__).parents[2]
 EAGLE = ["--model-path", "m", "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "d"]
@@ -147,15 +148,14 @@ class Rig:
     def __init__(self, folder: Path) -> None:
         self.log, self.output = folder / "server.log", folder / "output"
         self.endpoint = f"ipc://{folder}/socket/controller.ipc"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = own_port()
         config = folder / "controller.toml"
+        self.config = ["--config", str(config)]
         config.write_text(
             f'[controller]\nendpoint = "{self.endpoint}"\n[trace]\ndirectory = ""\n[prior]\ndirectory = ""\n'
         )
-        self.command = [sys.executable, "-c", LAUNCH, str(ROOT / "tests/support/fake_server.py"), "launch",
-                        "--config", str(config), "--", *EAGLE, "--port", str(self.port)]  # fmt: skip
+        self.command = [*program("-c", LAUNCH), str(ROOT / "tests/support/fake_server.py"), "launch", *self.config,
+                        "--", *EAGLE, "--port", str(self.port)]  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, **environment: str) -> subprocess.Popen[bytes]:
@@ -171,13 +171,8 @@ class Rig:
     def lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
 
-    def wait(self, condition: Callable[[], Any], seconds: float = 60) -> Any:
-        begun = time.monotonic()
-        while time.monotonic() - begun < seconds:
-            if found := condition():
-                return found
-            time.sleep(0.05)
-        raise AssertionError(self.output.read_text() + str(self.lines()))
+    def wait(self, condition: Callable[[], Any]) -> Any:
+        return until(condition, what=lambda: f"after {self.output.read_text()}{self.lines()}: what was waited for")
 
     def says(self, text: str) -> bool:
         return text in self.output.read_text()
@@ -196,7 +191,7 @@ def rig() -> Iterator[Rig]:
     yield made
     if made.process is not None and made.process.poll() is None:
         made.process.terminate()
-        made.process.wait(20)
+        made.process.wait(PATIENCE)
     shutil.rmtree(folder)
 
 
@@ -213,7 +208,7 @@ def test_both_run_until_a_signal_ends_the_server(rig: Rig, number: signal.Signal
     process.send_signal(signal.SIGUSR1)
     rig.wait(lambda: {"signal": "SIGUSR1"} in rig.lines())
     process.send_signal(number)
-    assert process.wait(20) == 7
+    assert process.wait(PATIENCE) == 7
     assert [line["signal"] for line in rig.lines() if "signal" in line] == ["SIGUSR1", number.name]
     assert not Path(f"/proc/{controller}").exists()
 
@@ -231,7 +226,7 @@ def test_a_controller_that_is_killed_comes_back_beside_the_same_server(rig: Rig)
 
 def test_a_server_that_ends_at_once_ends_the_launch_with_its_code(rig: Rig) -> None:
     process = rig.start(FAKE_SERVER_ENDS="1", FAKE_SERVER_EXIT_CODE="3")
-    assert process.wait(60) == 3
+    assert process.wait(PATIENCE) == 3
     assert rig.says("ended with code 3 before it was ready")
     assert not rig.controller_pid()
 
@@ -239,21 +234,21 @@ def test_a_server_that_ends_at_once_ends_the_launch_with_its_code(rig: Rig) -> N
 def test_a_controller_that_cannot_start_ends_the_launch_before_the_server_runs(rig: Rig) -> None:
     Path(rig.endpoint.removeprefix("ipc://")).parent.mkdir(mode=0o777)
     Path(rig.endpoint.removeprefix("ipc://")).parent.chmod(0o777)
-    assert rig.start().wait(60) == 2
+    assert rig.start().wait(PATIENCE) == 2
     assert rig.says("the controller ended with code 2")
     assert rig.lines() == []
 
 
 def test_a_controller_that_runs_already_is_used_and_left_alone(rig: Rig) -> None:
-    own = subprocess.Popen([sys.executable, "-m", "specpilot.controller.cli", "controller", *rig.command[5:7]])
+    own = subprocess.Popen([sys.executable, "-m", "specpilot.controller.cli", "controller", *rig.config])
     try:
         rig.wait(rig.controller_pid)
         process = rig.start()
         rig.wait(lambda: rig.says("ready after"))
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE) == 0
         assert rig.says(f"the controller with pid {own.pid}")
         assert rig.controller_pid() == own.pid
     finally:
         own.terminate()
-        own.wait(20)
+        own.wait(PATIENCE)

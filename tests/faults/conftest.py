@@ -1,4 +1,4 @@
-"""Two servers of two ranks each and one controller, which all fault tests of a run share.
+"""Two servers of two ranks each and one controller, which all fault tests of a run share, and which end with them.
 
 That they are shared is part of the test: whatever was done to them, nothing may need a server's restart.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import resource
 import signal
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +15,15 @@ from pathlib import Path
 import pytest
 
 from tests.faults.proxy import Proxy
-from tests.faults.rig import Controller, Host, Server, limit, until
+from tests.faults.rig import STALE_SECONDS, Controller, Host, Server, limit
+from tests.support.waiting import until
 
 MAX_CALLS = 200
 """Functions that the hooks call in one pass, Python's and C's: about 50, and a few for each request that ends
 in it, of which there are 20 at most. No load of the machine changes them, as it does the time they take."""
-RECOVERY_SECONDS = 8.0
-"""Twice two seconds, and as much again for a loaded machine; what it takes is measured by benchmarks/soak.py."""
+
+CALM = {"clients": 20, "pace": 0.005, "prefill": 0.0, "interval": 1, "flood": 0, "stale": STALE_SECONDS}
+"""What the ranks are told, see ``ranks.RankServer``, where nothing is done to them."""
 
 ALLOWED = frozenset(
     [
@@ -68,7 +69,6 @@ class Scene:
     direct: Server
     proxied: Server
     proxy: Proxy
-    recovery_seconds: float = 0.0
 
     @property
     def servers(self) -> tuple[Server, Server]:
@@ -88,16 +88,14 @@ class Scene:
         )
 
     def recovered(self) -> None:
-        """Wait until the controller is back in command of both servers."""
-        begun = time.perf_counter()
+        """Wait until the controller is back in command of both servers; how soon, benchmarks/soak.py measures."""
         for server in self.servers:
-            until(lambda server=server: self.in_command(server), f"command of {server.folder.name}", RECOVERY_SECONDS)
-        self.recovery_seconds = time.perf_counter() - begun
+            until(lambda server=server: self.in_command(server), what=f"command of {server.folder.name}")
 
     def calm(self) -> None:
         """Undo whatever a fault that failed has left."""
         for server in self.servers:
-            for name, value in (("clients", 20), ("pace", 0.002), ("prefill", 0.0), ("interval", 1), ("flood", 0)):
+            for name, value in CALM.items():
                 server.command(name, value)
         self.proxy.release()
         process = self.controller.process
@@ -108,20 +106,20 @@ class Scene:
         limit(self.controller.pid, resource.RLIMIT_FSIZE, None)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="faults-") as path:  # short: the path of a socket holds 107 bytes
         yield Path(path)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def host(folder: Path) -> Iterator[Host]:
     made = Host(folder)
     yield made
     made.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared(folder: Path, host: Host) -> Iterator[Scene]:
     controller = Controller(folder).start()
     proxy = Proxy(folder / "front.ipc", folder / "c.ipc")

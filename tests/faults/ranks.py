@@ -238,6 +238,10 @@ class RankServer(SimServer):
     def do_flood(self, records: int) -> None:
         self.flood_records = records
 
+    def do_stale(self, seconds: float) -> None:
+        if self.agent._source is not None:
+            self.agent._source._stale_seconds = seconds
+
     def do_meter(self, _: None) -> None:
         self.meter.restart()
 
@@ -268,7 +272,8 @@ class RankServer(SimServer):
         held = policy.table.epoch if policy.table is not None else 0
         until = mailbox_deadlines.get(held, float("inf"))
         if policy.source == DecisionSource.STALE:
-            until += self.agent.settings.stale_seconds
+            assert self.agent._source is not None
+            until += self.agent._source._stale_seconds
         in_force = policy.source in (DecisionSource.TABLE, DecisionSource.STALE)
         if in_force and before > until:
             self._overdue += 1
@@ -340,6 +345,7 @@ class RankServer(SimServer):
             "queued": self.agent._queue.waiting(),
             "worst_fallback_passes": self.worst_fallback_passes,
             "lease_expiries": self.policy.lease_expiries,
+            "lease_until": mailbox_deadlines.get(state.epoch, 0.0),
             "calls_max": max(meter.calls, default=0),
             "calls_turns": len(meter.calls),
             "called": sorted(meter.called),

@@ -10,10 +10,9 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import zmq
@@ -22,6 +21,8 @@ from specpilot.controller.client.status import StatusError, fetch_status
 from specpilot.controller.serve.report import ControllerStatus, ServerStatus
 from tests.faults import shifted
 from tests.faults.command import DECISION, Command
+from tests.support.waiting import PATIENCE, until
+from tests.support.warm import program
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
@@ -30,16 +31,9 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "SGLANG_USE_PICKLE_IPC": "1",  # so that the harness can speak to rank 0 as a tokenizer does
 }
-LEASE_SECONDS = 0.6
-PATIENCE = 30.0
-"""Seconds until a test gives up: generous, since nothing here is measured by them."""
-
-
-def until(done: Callable[[], Any], what: str, seconds: float = PATIENCE) -> None:
-    deadline = time.perf_counter() + seconds
-    while not done():
-        assert time.perf_counter() < deadline, f"{what} did not come about in {seconds:g} s"
-        time.sleep(0.01)
+LEASE_SECONDS = 1.5
+"""Renewed three times as often: nothing runs out where a busy machine lets the controller wait for a second."""
+STALE_SECONDS = 0.6
 
 
 class Host:
@@ -48,7 +42,7 @@ class Host:
     def __init__(self, folder: Path) -> None:
         self._log = (folder / "host.log").open("w")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.shifted", "tests.faults.ranks"],
+            program("-m", "tests.faults.shifted", "tests.faults.ranks"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -85,7 +79,7 @@ class Server:
         self.folder, self.world = folder, world
         chosen = {
             "server_id": folder.name,
-            "stale_seconds": 0.6,
+            "stale_seconds": STALE_SECONDS,
             "min_table_interval_seconds": 0.05,
             "check_steps": 100,
         } | settings
@@ -98,7 +92,7 @@ class Server:
         self._read = 0
         self.decisions = 0
         stats = folder / "stats.json"
-        until(lambda: self.died() or (stats.exists() and stats.stat().st_size), "the ranks' start", 120)
+        until(lambda: self.died() or (stats.exists() and stats.stat().st_size), what="the ranks' start")
         assert not (died := self.died()), died
 
     def command(self, name: str, value: Any = None) -> None:
@@ -124,12 +118,15 @@ class Server:
 
     def until(self, done: Callable[[dict[str, Any]], Any], what: str, seconds: float = PATIENCE) -> dict[str, Any]:
         """Wait until the newest stats are as wanted, and return them; a dead rank ends the wait."""
-        deadline = time.perf_counter() + seconds
-        while not done(stats := self.stats()):
-            assert not (died := self.died()), died
-            assert time.perf_counter() < deadline, f"{what} did not come about in {seconds:g} s: {stats}"
-            time.sleep(0.005)
-        return stats
+
+        def found() -> dict[str, Any] | None:
+            stats = self.stats()
+            if not done(stats):
+                assert not (died := self.died()), died
+                return None
+            return stats
+
+        return cast(dict[str, Any], until(found, seconds, what=lambda: f"{what}, after {self.stats()}"))
 
     def fresh(self, passes: int = 3) -> dict[str, Any]:
         """Wait until the scheduler has received ``passes`` more times, and return what is true then."""
@@ -160,7 +157,7 @@ class Server:
         """Let it end as a server does, its queue flushed."""
         self._ended = True
         self.command("end")
-        until(lambda: not any(map(psutil.pid_exists, self.pids)), "the ranks' end")
+        until(lambda: not any(map(psutil.pid_exists, self.pids)), what="the ranks' end")
         self._context.destroy(linger=0)
 
     def kill(self) -> None:
@@ -208,7 +205,7 @@ class Controller:
                 cwd=ROOT,
             )
         if wait:
-            until(lambda: self.answers() or self.process.poll() is not None, "the controller's start")  # type: ignore[union-attr]
+            until(lambda: self.answers() or self.process.poll() is not None, what="the controller's start")  # type: ignore[union-attr]
             assert self.process.poll() is None, self.log()[-2000:]
         return self
 
@@ -229,7 +226,7 @@ class Controller:
 
     def server(self, server: Server) -> ServerStatus:
         key = f"{server.folder.name}/0"
-        until(lambda: any(s.server == key for s in self.status().servers), f"server {key} in the status")
+        until(lambda: any(s.server == key for s in self.status().servers), what=f"server {key} in the status")
         return next(s for s in self.status().servers if s.server == key)
 
     def log(self) -> str:

@@ -16,10 +16,11 @@ import pytest
 import zmq
 
 from specpilot.sglang_hooks.wire import StatusRequest, encode
-from tests.faults.conftest import RECOVERY_SECONDS, Scene, unharmed
-from tests.faults.rig import ENVIRONMENT, LEASE_SECONDS, Host, Server, limit, until
+from tests.faults.conftest import CALM, Scene, unharmed
+from tests.faults.rig import ENVIRONMENT, LEASE_SECONDS, Host, Server, limit
+from tests.support.waiting import PATIENCE, until
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.sglang
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
@@ -42,7 +43,9 @@ def test_killed_and_started_again_within_the_lease(scene: Scene) -> None:
 
 @pytest.mark.parametrize("leases", [0.3, 1.5, 4.0], ids=["within-the-lease", "stale", "fallback"])
 def test_stopped_and_continued(leases: float, scene: Scene) -> None:
-    expiries = scene.direct.stats()["lease_expiries"]
+    if 1 < leases < 2:
+        scene.direct.command("stale", 1e6)  # so that nobody can look too late
+    expiries = scene.direct.fresh()["lease_expiries"]
     scene.controller.hit(signal.SIGSTOP)
     if leases > 1:
         scene.direct.source_is("STALE" if leases < 2 else "FALLBACK")
@@ -55,7 +58,7 @@ def test_stopped_and_continued(leases: float, scene: Scene) -> None:
 
 def test_restarted_with_another_configuration(scene: Scene) -> None:
     scene.controller.end()
-    scene.controller.configure(policy='name = "static"\nsteps = 1', lease=1.5)
+    scene.controller.configure(policy='name = "static"\nsteps = 1', lease=4.0)
     scene.controller.start()
     scene.recovered()
     for server in scene.servers:
@@ -73,7 +76,7 @@ def test_a_configuration_that_is_wrong_is_refused_and_the_servers_wait_at_their_
     scene.controller.configure(policy='name = "static"\nsteps = -1')
     scene.controller.start(wait=False)
     assert scene.controller.process is not None
-    assert scene.controller.process.wait(30) == 2
+    assert scene.controller.process.wait(PATIENCE) == 2
     scene.direct.source_is("FALLBACK")
     scene.controller.configure()
     scene.controller.start()
@@ -122,7 +125,7 @@ def test_out_of_file_descriptors(scene: Scene) -> None:
             client.setsockopt(zmq.LINGER, 0)
             client.connect(scene.controller.endpoint)
         assert scene.controller.process is not None
-        assert scene.controller.process.wait(30) == -signal.SIGABRT
+        assert scene.controller.process.wait(PATIENCE) == -signal.SIGABRT
     for server in scene.servers:
         server.source_is("FALLBACK")
     scene.controller.start()
@@ -157,13 +160,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def _trace_fails_and_recovers(scene: Scene, cure: Callable[[], object]) -> None:
-    until(lambda: scene.controller.status().trace_error, "an error of the trace")
-    until(lambda: scene.controller.status().trace_lost, "a count of what is not written")
+    until(lambda: scene.controller.status().trace_error, what="an error of the trace")
+    until(lambda: scene.controller.status().trace_lost, what="a count of what is not written")
     scene.recovered()
     cure()
-    until(lambda: not scene.controller.status().trace_error, "the trace's recovery")
+    until(lambda: not scene.controller.status().trace_error, what="the trace's recovery")
     written = scene.controller.status().trace_written
-    until(lambda: scene.controller.status().trace_written > written, "new records in the trace")
+    until(lambda: scene.controller.status().trace_written > written, what="new records in the trace")
     scene.recovered()
 
 
@@ -221,17 +224,19 @@ def test_four_ranks_agree_through_kills_and_stops(scene: Scene, host: Host, tmp_
         server.command("clients", 20)
         server.command("pace", 0.002)
         for fault in range(4):
-            until(lambda: scene.in_command(server), "command of four ranks", RECOVERY_SECONDS)
+            until(lambda: scene.in_command(server), what="command of four ranks")
             if fault % 2:
                 scene.controller.end(signal.SIGKILL)
                 server.source_is("STALE", "FALLBACK")
                 scene.controller.start()
             else:
                 scene.controller.hit(signal.SIGSTOP)
+                server.command("stale", 1e6 if fault else CALM["stale"])
                 server.source_is("STALE" if fault else "FALLBACK")
                 scene.controller.hit(signal.SIGCONT)
-        until(lambda: scene.in_command(server), "command of four ranks", RECOVERY_SECONDS)
+                server.command("stale", CALM["stale"])
+        until(lambda: scene.in_command(server), what="command of four ranks")
         server.until(lambda stats: stats["confirmed_ranks"] == 4, "a comparison of four ranks")
         unharmed(server)
         assert server.decisions > 100
-    until(lambda: not any(map(psutil.pid_exists, server.pids)), "the end of what was killed")
+    until(lambda: not any(map(psutil.pid_exists, server.pids)), what="the end of what was killed")

@@ -19,10 +19,10 @@ from specpilot.sglang_hooks.wire import (
 )
 from tests.faults.conftest import Scene
 from tests.faults.proxy import Direction
-from tests.faults.rig import until
 from tests.support.messages import hello, record, table
+from tests.support.waiting import until
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.sglang
 
 BODIES = [
     b"",
@@ -44,7 +44,7 @@ def test_garbage_in_both_directions_is_counted_and_changes_nothing(scene: Scene)
     assert scene.proxy.inject("to_hook", *BODIES)
     assert scene.proxy.inject("to_controller", *BODIES)
     scene.proxied.until(lambda s: s["counters"]["messages_refused"] == refused + len(BODIES), "a count of refusals")
-    until(lambda: scene.controller.status().refused_messages == refused_there + len(BODIES), "a count of refusals")
+    until(lambda: scene.controller.status().refused_messages == refused_there + len(BODIES), what="a count of refusals")
     scene.recovered()
     assert scene.proxied.fresh()["epoch"] == epoch
 
@@ -52,7 +52,7 @@ def test_garbage_in_both_directions_is_counted_and_changes_nothing(scene: Scene)
 def test_truncated_messages_of_every_kind(scene: Scene) -> None:
     for direction in ("to_hook", "to_controller"):
         scene.proxy.tamper(direction, *[lambda body: [body[: len(body) // 2]]] * 8)  # type: ignore[arg-type]
-    until(lambda: not any(scene.proxy.waiting()), "messages to truncate")
+    until(lambda: not any(scene.proxy.waiting()), what="messages to truncate")
     assert scene.proxied.stats()["counters"]["messages_refused"] > 0
     scene.recovered()
 
@@ -68,7 +68,7 @@ def test_a_connection_that_breaks_is_made_anew(kind: str, direction: Direction, 
         scene.proxy.inject(direction, bytes(limit + 1))
     else:
         scene.proxy.inject_bytes(direction, b"\xff" * 64)
-    until(lambda: scene.proxy.connections > connections, "another connection")
+    until(lambda: scene.proxy.connections > connections, what="another connection")
     scene.recovered()
 
 
@@ -151,7 +151,7 @@ def test_records_that_no_learner_should_see(scene: Scene) -> None:
 def test_what_was_seen_on_the_wire_were_messages_of_this_version(scene: Scene) -> None:
     """The proxy reads ZMTP itself: were it wrong about frames, the tests above would test nothing."""
     decoder = FrameDecoder(ToHook)
-    until(lambda: len(scene.proxy.seen["to_hook"]) >= 2, "messages")
+    until(lambda: len(scene.proxy.seen["to_hook"]) >= 2, what="messages")
     scene.controller.end()
     scene.controller.start()
     scene.recovered()

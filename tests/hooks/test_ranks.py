@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ import pytest
 from specpilot.sglang_hooks.wire import DecisionSource, Lease
 from tests.support.messages import table
 from tests.support.peers import Peer
+from tests.support.warm import program
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.sglang
 
 
 def run_ranks(tmp_path: Path, scenario: str, world: int = 2) -> tuple[list[dict[str, Any]], Peer, list[str]]:
@@ -25,7 +25,7 @@ def run_ranks(tmp_path: Path, scenario: str, world: int = 2) -> tuple[list[dict[
     with Peer(tmp_path) as peer:
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.support.rank_process", str(rank), str(world), str(tmp_path / "store"),
+                [*program("-m", "tests.support.rank_process"), str(rank), str(world), str(tmp_path / "store"),
                  peer.endpoint, str(outs[rank]), scenario],
                 stderr=(tmp_path / f"rank{rank}.log").open("w"),
             )
@@ -34,7 +34,7 @@ def run_ranks(tmp_path: Path, scenario: str, world: int = 2) -> tuple[list[dict[
         draws = random.Random(3)
         epoch = 0
         try:
-            peer.until(lambda: peer.hellos, seconds=120)
+            peer.until(lambda: peer.hellos)
             while any(rank.poll() is None for rank in ranks):
                 epoch += 1
                 edges = sorted(draws.sample(range(1, 100), 3))

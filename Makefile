@@ -3,6 +3,7 @@
 # make test   the whole test suite, against the real classes of SGLang 0.5.23 and the source of each version supported
 # Each makes its own virtual environment once and reuses it. PYTHON=… names the interpreter, 3.11 or 3.12.
 PYTHON ?=
+WORKERS ?= $(shell echo $$(($$(nproc) < 7 ? $$(nproc) + 1 : 8)))
 DEMO := .venv/demo
 CHECK := .venv/check
 TEST := .venv/test
@@ -18,7 +19,7 @@ check: lint
 	$(CHECK)/bin/python -m pytest -q --no-processes
 
 test: $(TEST)/ready $(TEST)/browser $(WHEELS)/ready
-	$(TEST)/bin/python -m pytest -q
+	$(TEST)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 # New inputs each time, about ten minutes; what it finds becomes an @example.
 fuzz: $(CHECK)/ready

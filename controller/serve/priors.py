@@ -1,4 +1,4 @@
-"""What was learned of a server, kept on disk: a controller that restarts begins where it was.
+"""What was learned of a server, stored on disk: a controller that restarts begins where it was.
 
 One JSON file per fingerprint (hardware, models, version, graphs: ``specpilot.policies.models.cost_prior.fingerprint``),
 and one per server of what its switchback has measured (``switchback.py``).
@@ -11,14 +11,18 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from specpilot.controller.config import Config, GoodputPolicy, ServerConfig
 from specpilot.controller.errors import ConfigError
+from specpilot.controller.serve.session import Session
 from specpilot.controller.serve.switchback import Stored
 from specpilot.controller.trace.format import folder_name
+from specpilot.policies.interface import Policy
 from specpilot.policies.models.cost_prior import fingerprint
 from specpilot.sglang_hooks.wire import Hello
 
@@ -108,3 +112,58 @@ class PriorStore:
         finally:
             if temporary is not None:
                 Path(temporary).unlink(missing_ok=True)
+
+
+class PriorKeeper:
+    """Stores what the sessions learn, and starts policies from it, as far as the configuration wants that."""
+
+    def __init__(self, config: Config, clock: Callable[[], float]) -> None:
+        """ConfigError if the folder of priors cannot be made."""
+        self._clock = clock
+        self.store: PriorStore | None = None
+        self.store = self.store_for(config)
+
+    def store_for(self, config: Config) -> PriorStore | None:
+        """Return where priors are stored under a configuration; None: nowhere. ConfigError if that cannot be made.
+
+        A store that is open stays so: what has learned until now is still stored.
+        """
+        learns = any(isinstance(one.policy, GoodputPolicy) or one.switchback.share for one in config.all_servers)
+        folder = config.prior.folder if learns else None
+        return self.store or (PriorStore(folder) if folder is not None else None)
+
+    def policy_for(self, hello: Hello, config: ServerConfig) -> Policy:
+        """Return a new policy for a server, which begins with the stored prior if there is one."""
+        return config.policy.build(self.store.load(hello) if self.store is not None else None)
+
+    def save(self, session: Session) -> None:
+        """Store what a session has learned; a policy that failed has learned who knows what."""
+        session.saved_at = self._clock()
+        if self.store is None or session.hello is None or session.failed:
+            return
+        try:
+            prior = (session.shelved or session.policy).to_prior()
+        except Exception:
+            session.fail("telling what it learned")
+            return
+        if prior is not None:
+            self.store.save(session.hello, prior)
+
+    def load_switchback(self, server_key: str) -> Stored | None:
+        """Return what the switchback of the server ``NAME/RANK`` had measured; None if there is nothing."""
+        return self.store.load_switchback(server_key) if self.store is not None else None
+
+    def save_switchback(self, server_key: str, stored: Stored) -> None:
+        """Store what the switchback of the server ``NAME/RANK`` has measured."""
+        if self.store is not None:
+            self.store.save_switchback(server_key, stored)
+
+    @property
+    def error(self) -> str:
+        """Why the newest prior could not be stored; empty while they can."""
+        return self.store.error if self.store is not None else ""
+
+    @property
+    def failures(self) -> int:
+        """Files that could not be written, or were there and could not be used."""
+        return self.store.failures if self.store is not None else 0

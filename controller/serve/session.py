@@ -7,6 +7,8 @@ import secrets
 from collections import Counter, deque
 from collections.abc import Callable
 
+import msgspec
+
 from specpilot.controller.config import ServerConfig
 from specpilot.controller.serve.counters import SERVER_COUNTERS
 from specpilot.controller.serve.history import History
@@ -124,6 +126,15 @@ class Session:
     def mode_of(self, hello: Hello) -> str:
         """Return ``shadow`` if the server or the configuration wants nothing applied, else ``control``."""
         return "shadow" if "shadow" in (self.config.mode, hello.mode) else "control"
+
+    def describe_in_trace(self, hello: Hello, wall: float) -> None:
+        """Tell the trace whose records follow, and by which configuration the tables from now on are made.
+
+        ``wall``: seconds since the Unix epoch.
+        """
+        if self.trace is not None:
+            self.trace.update_hello(msgspec.structs.replace(hello, mode=self.mode_of(hello)))
+            self.trace.update_config(self.config, max(self.epoch, hello.epoch) + 1, wall)
 
     def conflict(self, now: float) -> str:
         """Return what to do about a second live server of this name, if there is one."""

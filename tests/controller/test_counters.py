@@ -25,10 +25,11 @@ from specpilot.controller.config import (
     StaticPolicy,
     TraceConfig,
 )
-from specpilot.controller.serve import service as service_module
+from specpilot.controller.serve import tables
 from specpilot.controller.serve.counters import CONTROLLER_COUNTERS, SERVER_COUNTERS
 from specpilot.controller.serve.report import ControllerStatus
-from specpilot.controller.serve.service import HELD_MESSAGES, Service
+from specpilot.controller.serve.router import HELD_MESSAGES
+from specpilot.controller.serve.service import Service
 from specpilot.sglang_hooks import link as link_module
 from specpilot.sglang_hooks import skip_hooks
 from specpilot.sglang_hooks.agent import Agent, ServerFacts
@@ -335,7 +336,7 @@ def test_a_second_server_of_a_name(world: World, stranger: Callable[[Any], None]
 def test_a_table_that_does_not_come_into_force(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(service_module, "REPUSH_SECONDS", 0.1)
+    monkeypatch.setattr(tables, "REPUSH_SECONDS", 0.1)
     world.passes = lambda: None  # type: ignore[method-assign]  # a server that is busy with a long prefill
     world.start(wait=False)
     world.until(lambda: world.counted("tables_resent") >= 2)
@@ -366,7 +367,7 @@ def test_a_trace_that_cannot_be_written(world: World, caplog: pytest.LogCaptureF
 def test_a_prior_that_cannot_be_read_or_kept(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.policy = GoodputPolicy()
     world.start()
-    priors = world.service._priors
+    priors = world.service._priors.store
     assert priors is not None
     shutil.rmtree(world.folder / "prior")
     for _ in range(TIMES):

@@ -22,7 +22,8 @@ from specpilot.controller.config import Config, ControllerConfig, ThresholdPolic
 from specpilot.controller.errors import ConfigError
 from specpilot.controller.serve.endpoint import Endpoint
 from specpilot.controller.serve.keys import Made, make_keys
-from specpilot.controller.serve.service import SERVERS, STRANGERS, Service
+from specpilot.controller.serve.router import SERVERS, STRANGERS
+from specpilot.controller.serve.service import Service
 from specpilot.sglang_hooks import connection
 from specpilot.sglang_hooks.agent import Agent, ServerFacts
 from specpilot.sglang_hooks.connection import EndpointError, KeyFiles, check_endpoint, read_key_pair, read_public_key
@@ -575,8 +576,8 @@ def test_invented_names_and_silent_peers_are_bounded(tmp_path: Path, caplog: pyt
         service._receive([address, encode(hello(server_id=f"s{peer}"))])
         service._receive([b"y" + address, encode(hello(server_id="s0", instance=f"rival {peer}"))])
     assert len(service._sessions) == SERVERS
-    assert len(service._strangers) <= STRANGERS
-    assert sum(stranger.held_bytes for stranger in service._strangers.values()) <= STRANGERS << 20
+    assert len(service._router.strangers) <= STRANGERS
+    assert sum(stranger.held_bytes for stranger in service._router.strangers.values()) <= STRANGERS << 20
     assert service.status().refused_messages == 50
     assert said(caplog, "one server too many") == 1
     service.stop()

@@ -470,8 +470,9 @@ def test_a_prior_that_cannot_be_written_is_in_the_status(
 
 def test_a_policy_that_learned_of_a_change_decides_at_once(learning: Callable[[], Service], agents: Agents) -> None:
     service = learning()
-    service._config = msgspec.structs.replace(
-        service._config, controller=msgspec.structs.replace(service._config.controller, decide_seconds=3600.0)
+    config = service._live.config
+    service._live.config = msgspec.structs.replace(
+        config, controller=msgspec.structs.replace(config.controller, decide_seconds=3600.0)
     )
     agent = agents(service.endpoint)
     until(lambda: service.turn() or in_command(agent))

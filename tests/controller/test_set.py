@@ -240,7 +240,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
             prior=PriorConfig(directory=f"{tmp_path}/prior"),
         )
     )
-    made._send = lambda address, message: None  # type: ignore[method-assign]
+    made._endpoint.send = lambda address, message: None  # type: ignore[method-assign]
     made._receive([b"peer", encode(hello(server_id="s"))])
     yield made
     made.stop()
@@ -249,7 +249,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
 
 def change(service: Service, *, server: str = "", seconds: float = 0.0, reset: bool = False, **values: str) -> str:
     named = {key.replace("__", "."): text for key, text in values.items()}
-    return service._set(SetRequest(named, server, seconds, reset))
+    return service._settings.change(SetRequest(named, server, seconds, reset))
 
 
 def test_a_changed_objective_or_bound_forgets_nothing_that_was_learned(service: Service) -> None:
@@ -282,7 +282,7 @@ def test_what_was_learned_is_kept_on_disk_when_another_policy_takes_over(service
     (path,) = (tmp_path / "prior").glob("*.json")
     kept = path.read_bytes()
     path.unlink()
-    service._save_prior(session)
+    service._priors.save(session)
     assert path.read_bytes() == kept
     assert service.status().changes == ["policy.name=static policy.steps=1"]
 
@@ -295,7 +295,7 @@ def test_a_policy_that_failed_is_not_taken_back(service: Service, monkeypatch: p
         raise RuntimeError("broken")
 
     monkeypatch.setattr(broken, "decide", fail)
-    service._decide(session, 0.0)
+    service._tables.decide(session, 0.0)
     assert session.failed
     assert not change(service, policy__max_steps="1")
     assert session.policy is not broken
@@ -353,4 +353,6 @@ def test_a_temporary_change_that_ends_leaves_a_whole_configuration(service: Serv
     assert "max_stps" in change(service, policy__max_stps="1")
     refused = change(service, policy__steps="3")  # of the goodput below, which has no such key
     assert "steps" in refused
-    assert service._config.policy == msgspec.convert({"name": "static", "steps": 1}, type(service._config.policy))
+    assert service._live.config.policy == msgspec.convert(
+        {"name": "static", "steps": 1}, type(service._live.config.policy)
+    )

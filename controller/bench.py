@@ -16,7 +16,6 @@ import multiprocessing
 import platform
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ import zmq
 from rich.console import Console
 from rich.table import Table
 
+from specpilot.controller.processes import end, specpilot_command
 from specpilot.controller.simulation.batch import ForwardMode, SimBatch, SimResult
 from specpilot.controller.simulation.surface import H200_8B
 from specpilot.sglang_hooks import step_hooks
@@ -194,24 +194,13 @@ def running_controller(folder: Path) -> Iterator[tuple[str, subprocess.Popen[byt
         f'[controller]\nendpoint = "{endpoint}"\n[policy]\nname = "threshold"\nthreshold = 100\n'
         f'[trace]\ndirectory = "{folder}/trace"\ntotal_bytes = {256 << 20}\n'
     )
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "specpilot.controller.cli",
-        "--log-level",
-        "warning",
-        "controller",
-        "--config",
-        str(config),
-    ]
+    command = specpilot_command("--log-level", "warning", "controller", "--config", str(config))
     process = subprocess.Popen(command)  # noqa: S603
     try:
         yield endpoint, process
     finally:
         process.send_signal(signal.SIGCONT)
-        process.terminate()
-        process.wait(10)
+        end(process, 10.0)
 
 
 def step_until(done: Callable[[], object], server: HookDriver, failure: str) -> None:

@@ -19,7 +19,6 @@ import os
 import random
 import select
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,11 +32,18 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
-from specpilot.controller.client.status import StatusError, fetch_status
 from specpilot.controller.demo.run import DemoError, DemoRun
 from specpilot.controller.demo.summary import print_summary
 from specpilot.controller.demo.view import REFRESH_SECONDS, View
-from specpilot.controller.processes import end, terminable
+from specpilot.controller.processes import (
+    await_controller,
+    end,
+    last_lines,
+    python_module,
+    specpilot_command,
+    start_logged,
+    terminable,
+)
 from specpilot.controller.simulation.totals import SimSummary
 from specpilot.controller.simulation.workload import Clients
 from specpilot.controller.trace.format import records
@@ -53,7 +59,6 @@ START_SECONDS = 30.0
 EXIT_SECONDS = 10.0
 LOOK_SECONDS = 3600.0
 """Seconds for which the page can be looked at after the picture is drawn, on a terminal."""
-LOG_LINES = 12
 
 _CONFIG = """\
 [controller]
@@ -130,20 +135,12 @@ def _drawing() -> Callable[[DemoRun, Path], None]:
 class _Child:
     """A process of the demo, in a session of its own: Ctrl-C reaches it through us."""
 
-    def __init__(self, name: str, arguments: Sequence[str], folder: Path) -> None:
+    def __init__(self, name: str, command: Sequence[str], folder: Path) -> None:
         self.name = name
         self._log = folder / f"{name}.log"
         # Options that point at the user's real server are none of the demo's.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("SPECPILOT_")}
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-P", "-m", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-            )
+        self.process = start_logged(command, self._log, environment)
 
     def check(self) -> bool:
         """Return whether it still runs; DemoError if it failed."""
@@ -154,8 +151,7 @@ class _Child:
 
     def failure(self, what: str) -> DemoError:
         """Return an error that ends with the last lines of the log."""
-        lines = self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        return DemoError("\n  ".join([f"the {self.name} {what}; its last lines were:", *(lines or ["(none)"])]))
+        return DemoError(f"the {self.name} {what}; its last lines were:{last_lines(self._log)}")
 
     def end(self) -> None:
         """Ask it to end, and kill it if it does not."""
@@ -184,34 +180,30 @@ class _Processes:
         config = folder / "controller.toml"
         texts = {"endpoint": json.dumps(self._endpoint), "directory": json.dumps(str(self._trace))}
         config.write_text(_CONFIG.format(**texts))
-        self._controller = self._start(
-            "controller", ["specpilot.controller.cli", "controller", "--config", str(config)]
-        )
+        self._controller = self._start("controller", specpilot_command("controller", "--config", str(config)))
         self.page = self._await_page()
         """Address of the web page."""
 
-    def _start(self, name: str, arguments: Sequence[str]) -> _Child:
-        child = _Child(name, arguments, self._folder)
+    def _start(self, name: str, command: Sequence[str]) -> _Child:
+        child = _Child(name, command, self._folder)
         self._children.callback(child.end)
         return child
 
     def _start_server(self, seconds: float, out: Path) -> _Child:
         options = ["--endpoint", self._endpoint, "--server-id", SERVER_ID, "--out", str(out)]
-        return self._start(
-            "server",
-            ["specpilot.controller.simulation.server", *options, "--seconds", str(seconds), "--seed", str(SEED)],
-        )
+        options += ["--seconds", str(seconds), "--seed", str(SEED)]
+        return self._start("server", python_module("specpilot.controller.simulation.server", *options))
 
     def _await_page(self) -> str:
-        deadline = time.monotonic() + START_SECONDS
-        while self._controller.check() and time.monotonic() < deadline:
-            with contextlib.suppress(StatusError):
-                if page := fetch_status(self._endpoint, timeout=1.0).page:
-                    if not page.startswith("http"):
-                        raise self._controller.failure(f"has no page: it {page}")
-                    return page
-            time.sleep(0.05)
-        raise self._controller.failure("did not open its socket and its page")
+        status = await_controller(
+            self._endpoint, self._controller.process, START_SECONDS, ready=lambda status: status.page
+        )
+        if status is None:
+            self._controller.check()
+            raise self._controller.failure("did not open its socket and its page")
+        if not status.page.startswith("http"):
+            raise self._controller.failure(f"has no page: it {status.page}")
+        return status.page
 
     def run(self, console: Console) -> DemoRun:
         """Follow the server until it ends, and return what it came to."""

@@ -48,7 +48,7 @@ class EvaluateError(ConfigError):
 # -- policies --
 
 Tables = Callable[[Sequence[FoldModel], Hello], list[Plan]]
-"""From the models of both folds to the table for the steps of each."""
+"""Makes the tables for the steps of each fold from the models of both."""
 
 
 def parse(text: str) -> Tables | None:
@@ -140,7 +140,7 @@ def fold_sums(chunks: Iterator[Chunk], hello: Hello) -> list[FoldSums]:
 
 @dataclass(frozen=True)
 class JudgedLog:
-    """What the second pass adds up."""
+    """Sums of the second pass: what every policy would have done with the logged steps."""
 
     sums: dict[str, PolicySums]
     switches: SwitchSums

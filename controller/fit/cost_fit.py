@@ -80,7 +80,7 @@ class CellQuality(msgspec.Struct, frozen=True):
 
 
 class SwitchQuality(msgspec.Struct, frozen=True):
-    """What the first step after a kind of switch takes longer."""
+    """Extra time of the first step after a kind of switch."""
 
     kind: str
     """Kind of switch: ``up`` from K=0, ``down`` to K=0, ``other``."""

@@ -21,7 +21,7 @@ from specpilot.sglang_hooks.wire import Hello
 
 @dataclass
 class SegmentStatistics:
-    """What one segment says, read without the others."""
+    """The statistics of one segment, read without the others."""
 
     path: Path
     part: TraceStatistics

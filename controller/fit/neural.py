@@ -37,13 +37,13 @@ from specpilot.policies.neural import LAYERS, LOAD_FEATURES, TEXT_FEATURES, Cont
 from specpilot.sglang_hooks.wire import Hello, StepRecord
 
 KEPT_STEPS = 40_000
-"""Of each K, drawn evenly from all of them; enough for nets of a few thousand weights."""
+"""Steps kept of each K, drawn evenly from all of them; enough for nets of a few thousand weights."""
 HELD_OUT_EVERY, STRETCH = 10, 1000
 """Records next to each other are alike: whole stretches are held out, not single records."""
 LEAST_STEPS = 256
-"""Of a K, fit to learn from, for it to be in the model."""
+"""Steps with a time of their own that a K needs to be in the model."""
 MOST_WEIGHT = 50.0
-"""Of one step, as 1 / probability: rarer draws count no more, or a handful of steps would be the fit."""
+"""Largest weight of one step, 1 / probability: rarer draws count no more, or a handful of steps would be the fit."""
 HIDDEN = 24
 BATCH, PASSES, RATE = 1024, 24, 4e-3
 DECAY = 1e-4
@@ -55,22 +55,25 @@ class NeuralFitReport(msgspec.Struct, frozen=True):
     """How well a model does on what was held out."""
 
     server: str
+    """The server's name, NAME/RANK."""
     fingerprint: str
     records: int
+    """Records that were read and passed the checks."""
     steps: dict[str, int]
     """Records kept by K."""
     left_out: list[int]
-    """K of the server with too few steps fit to learn from."""
+    """K of the server with too few steps to learn from: not in the model."""
     seconds_error: dict[str, float]
     """Median absolute error of a step's seconds, relative, by K."""
     text_loss: float
-    """Nats per draft; that of the acceptance of late alone is ``text_loss_of_late``."""
+    """Loss of the model's acceptance, in nats per draft."""
     text_loss_of_late: float
+    """Loss of the recent acceptance alone, in nats per draft."""
     findings: list[str]
 
 
 def fit_neural(traces: Sequence[Path], output: Path, server: str | None, json: Path | None, console: Console) -> int:
-    """Fit a model to ``traces``, write it and say how good it is; the exit code."""
+    """Fit a model to ``traces``, write it and say how good it is; return the exit code."""
     try:
         import torch  # noqa: F401
     except ImportError as error:
@@ -95,7 +98,7 @@ def _lines(report: NeuralFitReport, output: Path) -> Iterator[str]:
     errors = ", ".join(f"K={k} {100 * error:.1f} %" for k, error in report.seconds_error.items())
     yield f"on what was held out, seconds are off by (median): {errors}"
     yield (
-        f"and a draft costs {report.text_loss:.4f} nats, {report.text_loss_of_late:.4f} by the acceptance of late alone"
+        f"and a draft costs {report.text_loss:.4f} nats, {report.text_loss_of_late:.4f} by the recent acceptance alone"
     )
     if report.left_out:
         yield f"K={', '.join(map(str, report.left_out))} ran too seldom: not in the model, and never chosen"
@@ -107,7 +110,7 @@ def _lines(report: NeuralFitReport, output: Path) -> Iterator[str]:
 
 @dataclass
 class Samples:
-    """Steps of one K, columns of arrays; ``log_seconds`` is NaN where the time was not the step's own."""
+    """Steps of one K as arrays by step; ``log_seconds`` is NaN where the time was not the step's own."""
 
     load: Float
     text: Float
@@ -266,13 +269,13 @@ def _seconds_error(model: Model, own: Samples, column: int) -> float:
 
 
 def _text_losses(model: Model, text: Float, trials: Float, passed: Float) -> tuple[float, float]:
-    of_late = 1.0 / (1.0 + np.exp(-text[:, TEXT_FEATURES + model.positions : TEXT_FEATURES + 2 * model.positions]))
+    recent = 1.0 / (1.0 + np.exp(-text[:, TEXT_FEATURES + model.positions : TEXT_FEATURES + 2 * model.positions]))
 
     def loss(hazards: Float) -> float:
         nats = passed * np.log(hazards) + (trials - passed) * np.log1p(-hazards)
         return float(-nats.sum() / trials.sum())
 
-    return loss(model.hazards(text)), loss(of_late)
+    return loss(model.hazards(text)), loss(recent)
 
 
 def _standard(features: Float) -> tuple[Float, Float]:
@@ -289,9 +292,9 @@ def _train_seconds(load: Float, arm: npt.NDArray[np.int64], target: Float, weigh
 
     def loss(net: Any, rows: Any) -> Any:
         x, wanted, weights = (tensor[rows] for tensor in tensors)
-        found = net(x).gather(1, chosen_arm[rows][:, None])[:, 0]
+        predicted = net(x).gather(1, chosen_arm[rows][:, None])[:, 0]
         # A step that takes ten times as long is a hiccup of the host: beyond 10 % it pulls no harder.
-        huber = torch.nn.functional.huber_loss(found, wanted, reduction="none", delta=0.1)
+        huber = torch.nn.functional.huber_loss(predicted, wanted, reduction="none", delta=0.1)
         return (weights * huber).mean()
 
     return _train(loss, mean, scale, arms, centre, len(target), seed)
@@ -301,16 +304,18 @@ def _train_text(text: Float, trials: Float, passed: Float, positions: int, seed:
     import torch
 
     mean, scale = _standard(text)
-    of_late = text[:, TEXT_FEATURES + positions : TEXT_FEATURES + 2 * positions]
+    recent = text[:, TEXT_FEATURES + positions : TEXT_FEATURES + 2 * positions]
     # The rows of a step are a few texts: a batch of 64 is not worth 64 batches of one.
     share = 1.0 / np.sqrt(np.maximum(trials[:, :1], 1.0))
-    arrays = ((text - mean) / scale, of_late, trials * share, passed * share)
+    arrays = ((text - mean) / scale, recent, trials * share, passed * share)
     tensors = [torch.tensor(x, dtype=torch.float32) for x in arrays]
 
     def loss(net: Any, rows: Any) -> Any:
-        x, known, tried, good = (tensor[rows] for tensor in tensors)
+        x, known, tried, accepted = (tensor[rows] for tensor in tensors)
         log_odds = known + net(x)
-        nats = good * torch.nn.functional.softplus(-log_odds) + (tried - good) * torch.nn.functional.softplus(log_odds)
+        nats = accepted * torch.nn.functional.softplus(-log_odds) + (tried - accepted) * torch.nn.functional.softplus(
+            log_odds
+        )
         return nats.sum() / tried.sum()
 
     return _train(loss, mean, scale, positions, np.zeros(positions), len(text), seed)
@@ -331,7 +336,7 @@ def _train(loss: Any, mean: Float, scale: Float, outputs: int, centre: Float, co
         "first_bias": torch.zeros(HIDDEN, requires_grad=True),
         "second": drawn(HIDDEN, HIDDEN),
         "second_bias": torch.zeros(HIDDEN, requires_grad=True),
-        # From zero: before anything is learned the answer is the mean, or the acceptance of late.
+        # From zero: before anything is learned the answer is the mean, or the recent acceptance.
         "last": torch.zeros(HIDDEN, outputs, requires_grad=True),
         "last_bias": torch.tensor(centre, dtype=torch.float32).requires_grad_(),
         "past": torch.zeros(inputs, outputs, requires_grad=True),
@@ -359,8 +364,8 @@ def _train(loss: Any, mean: Float, scale: Float, outputs: int, centre: Float, co
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the options of ``specpilot fit-neural``."""
     command.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="trace folders or segments")
-    command.add_argument("-o", dest="output", type=Path, required=True, metavar="FILE", help="of the model")
-    command.add_argument("--server", help="whose part of the traces, by name or fingerprint, if they are of several")
+    command.add_argument("-o", dest="output", type=Path, required=True, metavar="FILE", help="file of the model")
+    command.add_argument("--server", help="server whose records are used, by name or fingerprint, if there are several")
     command.add_argument("--json", type=Path, help="write the report")
 
 

@@ -13,7 +13,6 @@ import shlex
 import signal
 import ssl
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -25,23 +24,22 @@ from typing import Any
 from rich.console import Console
 
 from specpilot.controller.client.status import StatusError, fetch_status
-from specpilot.controller.config import default_endpoint, load_config
+from specpilot.controller.config import default_endpoint, load_config, runtime_directory
 from specpilot.controller.errors import ConfigError
 from specpilot.controller.launch.sglang_arguments import CANDIDATES, Addition, additions, given, health_url, unsteerable
-from specpilot.controller.processes import end
-from specpilot.sglang_hooks.connection import KeyFiles
+from specpilot.controller.processes import await_controller, end, python_module, specpilot_command
+from specpilot.sglang_hooks.connection import KeyFiles, is_tcp, socket_path
 from specpilot.sglang_hooks.settings import Settings, SettingsError
 
-SERVER = (sys.executable, "-m", "sglang.launch_server")
-CONTROLLER = (sys.executable, "-P", "-m", "specpilot.controller.cli", "controller")
+SERVER = tuple(python_module("sglang.launch_server"))
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 LOOK_SECONDS = 0.2
 ASK_SECONDS = 1.0
 SAY_SECONDS = (10.0, 30.0)
-"""Between two progress lines: in the first minutes, and later."""
+"""Seconds between two progress lines: in the first minutes, and later."""
 CONTROLLER_START_SECONDS = 10.0
 RESTART_SECONDS = (1.0, 60.0)
-"""Before the controller is started again: the first time, and at most."""
+"""Seconds before the controller is started again: the first time, and at most."""
 STOP_SECONDS = 5.0
 
 
@@ -50,6 +48,7 @@ class LaunchRequest:
     """What the command line asks for."""
 
     arguments: list[str]
+    """Arguments of SGLang's server."""
     config: Path | None = None
     candidates: Sequence[int] = ()
     dry_run: bool = False
@@ -60,14 +59,20 @@ class LaunchPlan:
     """What would be started, before anything is."""
 
     command: list[str]
+    """Command line of the server."""
     added: list[Addition]
+    """Arguments that were added to it, with reasons."""
     environment: dict[str, str]
+    """Environment of the server."""
     endpoint: str
     keys: KeyFiles
     candidates: list[int]
     adaptive_config: Path
+    """File that the candidates are written to, if the command line names it."""
     health: str
+    """URL at which the server says that it is ready."""
     first_node: bool
+    """Whether this is the node of rank 0, beside which the controller runs."""
 
 
 def plan(request: LaunchRequest, environment: Mapping[str, str]) -> LaunchPlan:
@@ -84,7 +89,7 @@ def plan(request: LaunchRequest, environment: Mapping[str, str]) -> LaunchPlan:
         raise ConfigError(str(error)) from error
     health = health_url(options)
     port = options.get("port", 30000)
-    folder = Path(endpoint.removeprefix("ipc://")).parent if endpoint.startswith("ipc://") else Path.cwd()
+    folder = runtime_directory() if is_tcp(endpoint) else socket_path(endpoint).parent
     adaptive_config = folder / f"adaptive-{port}.json"
     added = additions(options, request.candidates, adaptive_config)
     command = [*SERVER, *request.arguments, *(argument for item in added for argument in item.arguments)]
@@ -111,11 +116,11 @@ def launch(request: LaunchRequest, console: Console) -> int:
             f"SPECPILOT_ENDPOINT={planned.endpoint} {shlex.join(planned.command)}", highlight=False, soft_wrap=True
         )
         return 0
-    return Launch(planned, request.config, console).run()
+    return Supervisor(planned, request.config, console).run()
 
 
-class Launch:
-    """The two processes and what is done about each."""
+class Supervisor:
+    """Starts server and controller, starts the controller again when it ends, and ends both with the server."""
 
     def __init__(self, planned: LaunchPlan, config: Path | None, console: Console) -> None:
         self._plan = planned
@@ -171,23 +176,18 @@ class Launch:
             self._say(f"the controller with pid {running.pid} serves {self._plan.endpoint} already, and is used")
             return
         self._own_controller = True
-        self._spawn_controller()
-        begun = time.monotonic()
-        while time.monotonic() - begun < CONTROLLER_START_SECONDS:
-            assert self._controller is not None
-            if (code := self._controller.poll()) is not None:
-                raise ConfigError(f"the controller ended with code {code}; what it said is above")
-            try:
-                fetch_status(self._plan.endpoint, keys=self._plan.keys)
-            except StatusError:
-                time.sleep(LOOK_SECONDS)
-            else:
-                return
+        started = self._spawn_controller()
+        if await_controller(self._plan.endpoint, started, CONTROLLER_START_SECONDS, self._plan.keys) is not None:
+            return
+        if (code := started.poll()) is not None:
+            raise ConfigError(f"the controller ended with code {code}; what it said is above")
         self._say(f"the controller does not answer after {CONTROLLER_START_SECONDS:.0f} s; the server starts without")
 
-    def _spawn_controller(self) -> None:
+    def _spawn_controller(self) -> subprocess.Popen[bytes]:
         config = ["--config", str(self._config)] if self._config else []
-        self._controller = subprocess.Popen([*CONTROLLER, *config], start_new_session=True)  # noqa: S603
+        command = specpilot_command("controller", *config)
+        self._controller = subprocess.Popen(command, start_new_session=True)  # noqa: S603
+        return self._controller
 
     def _tend_controller(self, now: float) -> None:
         if not self._own_controller or self._controller is None:
@@ -259,7 +259,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--candidates", type=_candidates, default=list(CANDIDATES), help="K to choose from, such as 0,1,3 (with 0)"
     )
     command.add_argument("--dry-run", action="store_true", help="print what would be started, and why")
-    command.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="of SGLang's server")
+    command.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="arguments of SGLang's server")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

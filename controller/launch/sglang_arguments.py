@@ -19,9 +19,9 @@ CANDIDATES = (0, 1, 2, 3, 5)
 START_STEPS = 3
 """K at the start, and the fallback without a controller, if nobody says otherwise."""
 RUNNING_REQUESTS = 256
-"""Where SGLang alone would take 48 under speculation."""
+"""--max-running-requests that is added where none is given; SGLang alone would take 48 under speculation."""
 ADAPTIVE = ("EAGLE", "EAGLE3", "NEXTN")
-"""In any case; SGLang takes NEXTN for EAGLE."""
+"""Algorithms, in upper or lower case, whose K SGLang can change at run time; it takes NEXTN for EAGLE."""
 ADDRESS = {"host": "127.0.0.1", "port": 30000}
 
 
@@ -95,20 +95,20 @@ def unsteerable(options: Mapping[str, Any]) -> list[str]:
     SGLang only warns of these and then serves at one K (``adaptive_unsupported_reason`` in its
     ``adaptive_spec_params``).
     """
-    found = []
+    reasons = []
     algorithm = options.get("speculative_algorithm")
     if algorithm is None:
-        found.append(
+        reasons.append(
             "no --speculative-algorithm: there is nothing to steer; give EAGLE3 or EAGLE and its "
             "--speculative-draft-model-path"
         )
     elif algorithm.upper() not in ADAPTIVE:
-        found.append(f"--speculative-algorithm {algorithm}: K can change at run time with {', '.join(ADAPTIVE)} only")
+        reasons.append(f"--speculative-algorithm {algorithm}: K can change at run time with {', '.join(ADAPTIVE)} only")
     attention_dp = options.get("attn_dp_size")
     if options.get("enable_dp_attention") or (attention_dp is not None and attention_dp > 1):
-        found.append("attention data parallelism: SGLang does not adapt with it; use --tp-size and --dp-size alone")
+        reasons.append("attention data parallelism: SGLang does not adapt with it; use --tp-size and --dp-size alone")
     others = ("enable_multi_layer_eagle", "enable_two_batch_overlap", "enable_pdmux")
-    return found + [
+    return reasons + [
         f"--{name.replace('_', '-')}: SGLang does not adapt with it; leave it out"
         for name in others
         if options.get(name)
@@ -120,7 +120,7 @@ def additions(options: Mapping[str, Any], candidates: Sequence[int], adaptive_co
 
     ``options`` as from ``given``; ``candidates`` are written to ``adaptive_config`` by the caller.
     """
-    found: list[Addition] = []
+    added: list[Addition] = []
     topk = options.get("speculative_eagle_topk")
     if topk is None or topk == 1:
         known = options.get("speculative_adaptive_config")
@@ -128,22 +128,22 @@ def additions(options: Mapping[str, Any], candidates: Sequence[int], adaptive_co
         if 0 not in steps:
             raise ConfigError(f"0 is not among the candidate steps {steps}: the server could never skip; add it")
         if not options.get("speculative_adaptive"):
-            found.append(Addition(("--speculative-adaptive",), "without it SGLang keeps one K"))
+            added.append(Addition(("--speculative-adaptive",), "without it SGLang keeps one K"))
         if not known:
-            found.append(
+            added.append(
                 Addition(
                     ("--speculative-adaptive-config", str(adaptive_config)),
                     f"the K to build graphs for: {', '.join(map(str, steps))}",
                 )
             )
         if topk is None:
-            found.append(Addition(("--speculative-eagle-topk", "1"), "a chain of drafts, whose length can change"))
+            added.append(Addition(("--speculative-eagle-topk", "1"), "a chain of drafts, whose length can change"))
         start = options.get("speculative_num_steps")
         if start is None:
             start = max((step for step in steps if step <= START_STEPS), default=0) or min(
                 step for step in steps if step
             )
-            found.append(
+            added.append(
                 Addition(
                     ("--speculative-num-steps", str(start)),
                     "K at the start, and without a controller (or set SPECPILOT_FALLBACK)",
@@ -154,12 +154,12 @@ def additions(options: Mapping[str, Any], candidates: Sequence[int], adaptive_co
                 f"--speculative-num-steps {start} is not among the candidate steps {steps}: add it to them"
             )
         if options.get("speculative_num_draft_tokens") is None:
-            found.append(Addition(("--speculative-num-draft-tokens", str(start + 1)), "K+1 for a chain"))
+            added.append(Addition(("--speculative-num-draft-tokens", str(start + 1)), "K+1 for a chain"))
     if options.get("max_running_requests") is None:
-        found.append(
+        added.append(
             Addition(
                 ("--max-running-requests", str(RUNNING_REQUESTS)),
                 "under speculation SGLang takes 48 if nobody says otherwise; lower it if the start runs out of memory",
             )
         )
-    return found
+    return added

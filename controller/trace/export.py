@@ -220,7 +220,7 @@ def _umask() -> int:
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the options of ``specpilot trace export``."""
     command.add_argument("paths", nargs="+", type=Path, help="trace folders or segments")
-    command.add_argument("-o", dest="output", type=Path, required=True, metavar="FILE", help="what to write")
+    command.add_argument("-o", dest="output", type=Path, required=True, metavar="FILE", help="file to write")
     command.add_argument("--format", choices=get_args(Format), help="default: what FILE ends in")
     command.add_argument("--force", action="store_true", help="replace FILE if it is there")
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from specpilot.controller.files import json_text
 from specpilot.controller.trace.format import Configuration
 from specpilot.controller.trace.reader import Segment, TraceError, segments
 
@@ -173,7 +174,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """Read the traces and print what they hold; return 0."""
     info = trace_info(options.paths)
     if options.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(info)).decode() + "\n")
+        sys.stdout.write(json_text(info).decode())
     else:
         print_trace_info(info, console)
     return 0

@@ -19,8 +19,10 @@ import psutil
 import pytest
 
 from specpilot.controller.client.settings import change_settings
-from specpilot.controller.compare.command import GENERATOR, Run, orders
-from specpilot.controller.compare.report import cells
+from specpilot.controller.compare.arms import orders
+from specpilot.controller.compare.load import GENERATOR
+from specpilot.controller.compare.report import arm_results
+from specpilot.controller.compare.runs import ComparisonRun
 from specpilot.controller.trace.format import records
 from specpilot.controller.trace.reader import Segment, segments
 from specpilot.sglang_hooks.wire import SetRequest, StepRecord
@@ -202,9 +204,9 @@ def test_the_load_generator_of_sglang(shared: Rig) -> None:
     folder = shared.folder / "tokenizer"
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
     load = f"--tokenizer {folder} --random-input-len 32 --random-output-len 32 --tokenize-prompt"
-    assert (sys.executable, "-m", "sglang.benchmark.serving") == GENERATOR
+    assert (sys.executable, "-P", "-m", "sglang.benchmark.serving") == GENERATOR
     done = shared.start("--arms", "static:3", "--concurrency", "2", "--repetitions", "1", "--requests", "4",
-                        "--load", load, "--generator", shlex.join(program(*GENERATOR[1:])))  # fmt: skip
+                        "--load", load, "--generator", shlex.join(program(*GENERATOR[2:])))  # fmt: skip
     output, _ = done.communicate(timeout=4 * PATIENCE)
     assert done.returncode == 0, output
     runs = json.loads((shared.folder / "out.json").read_text())["runs"]
@@ -229,8 +231,8 @@ def test_orders_are_balanced(count: int) -> None:
         assert len(set(follows.values())) == 1
 
 
-def run_of(arm: str, repetition: int, rate: float) -> Run:
-    return Run(
+def run_of(arm: str, repetition: int, rate: float) -> ComparisonRun:
+    return ComparisonRun(
         repetition=repetition, concurrency=4, arm=arm, place=0, requests=1, tokens_per_second=rate,
         time_per_output_token=1.0 / rate, time_to_first_token=0.1, seconds=1.0, started_at=0.0,
     )  # fmt: skip
@@ -240,14 +242,14 @@ def test_gains_are_of_pairs() -> None:
     """The load of the repetitions differs by a factor of ten; the gain in each is 10 %."""
     runs = [run_of(arm, i, 10.0**i * (1.1 if arm == "b" else 1.0)) for i in range(3) for arm in ("a", "b")]
     runs.append(run_of("b", 3, 5.0))  # its partner is missing
-    first, second = cells(runs, ["a", "b"])
+    first, second = arm_results(runs, ["a", "b"])
     assert first.gain == 0.0
     assert second.gain is not None
     assert second.low is not None
     assert math.isclose(second.gain, 0.1)
     assert math.isclose(second.low, 0.1)
     assert second.runs == 4
-    (alone,) = cells(runs[:1], ["a", "b"])
+    (alone,) = arm_results(runs[:1], ["a", "b"])
     assert alone.low is None
     assert alone.tokens_per_second_interval is None
 
@@ -264,7 +266,7 @@ def test_the_interval_covers_the_gain() -> None:
             load = math.exp(rng.normal(0, 1))
             runs += [run_of("a", i, load * math.exp(rng.normal(0, 0.03)))]
             runs += [run_of("b", i, 1.2 * load * math.exp(rng.normal(0, 0.03)))]
-        _, cell = cells(runs, ["a", "b"])
+        _, cell = arm_results(runs, ["a", "b"])
         assert cell.low is not None
         assert cell.high is not None
         held += cell.low <= 0.2 <= cell.high

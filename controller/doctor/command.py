@@ -2,9 +2,12 @@
 
 It looks and changes nothing: no file, folder or socket is made, and no server is asked to do anything.
 
-    doctor_host.py     versions, SPECPILOT_ variables, configuration, socket, controller, disk
-    doctor_server.py   SGLang's arguments, as given and as a running server has them
-    doctor_start.py    a server's log, GPU memory
+    installation         versions, and whether SGLang finds the plugin
+    configuration        SPECPILOT_ variables, the controller's file, the folders of trace and prior
+    endpoint             the socket's folder, or the keys
+    running_controller   what a controller says of itself and its servers
+    server_arguments     SGLang's arguments, as given and as a running server has them
+    server_log, gpus     what a server's log says of its start; GPU memory
 """
 
 from __future__ import annotations
@@ -15,23 +18,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
 from specpilot.controller.client.arguments import add_controller, endpoint_and_keys, server_url
 from specpilot.controller.client.status import NO_KEYS
-from specpilot.controller.doctor.host import (
-    address,
-    check_configuration,
-    check_controller,
-    check_settings,
-    check_socket,
-    check_storage,
-    check_versions,
+from specpilot.controller.doctor.configuration import check_configuration, check_settings, check_storage
+from specpilot.controller.doctor.endpoint import address, check_socket
+from specpilot.controller.doctor.gpus import check_gpus
+from specpilot.controller.doctor.installation import check_versions
+from specpilot.controller.doctor.report import RUNNING, Check, print_checks, problems
+from specpilot.controller.doctor.running_controller import check_controller
+from specpilot.controller.doctor.server_arguments import (
+    ExaminedServer,
+    check_server,
+    read_arguments,
+    read_running,
+    server_of,
 )
-from specpilot.controller.doctor.report import Check, print_checks, problems
-from specpilot.controller.doctor.server import RUNNING, Server, check_server, read_arguments, read_running, server_of
-from specpilot.controller.doctor.startup import check_gpus, check_log, open_log
+from specpilot.controller.doctor.server_log import check_log, open_log
+from specpilot.controller.files import json_text
 from specpilot.controller.serve.report import ControllerStatus
 from specpilot.sglang_hooks.connection import KeyFiles
 
@@ -76,12 +81,12 @@ def examine(request: DoctorRequest, environment: Mapping[str, str]) -> list[Chec
     ]
 
 
-def check_connected(running: Server | None, status: ControllerStatus | None) -> list[Check]:
+def check_connected(running: ExaminedServer | None, status: ControllerStatus | None) -> list[Check]:
     """Check that a running server is among those of the controller, by its model: its name may be any."""
     if running is None or status is None:
         return []
     model = running.get("model_path")
-    if any(one.model == model for one in status.servers):
+    if any(server.model == model for server in status.servers):
         return [RUNNING.ok(f"a server of {model} is connected to the controller")]
     return [
         RUNNING.problem(
@@ -95,7 +100,7 @@ def doctor(request: DoctorRequest, environment: Mapping[str, str], console: Cons
     """Print every check; return 1 if there is a problem, else 0."""
     checks = examine(request, environment)
     if as_json:
-        console.file.write(msgspec.json.format(msgspec.json.encode(checks)).decode() + "\n")
+        console.file.write(json_text(checks).decode())
     else:
         print_checks(checks, console)
     return int(problems(checks))
@@ -104,11 +109,11 @@ def doctor(request: DoctorRequest, environment: Mapping[str, str], console: Cons
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the options of ``specpilot doctor``."""
     command.add_argument("--config", type=Path, help="the controller's TOML file (default: all defaults)")
-    command.add_argument("--url", type=server_url, help="of a running server, such as http://127.0.0.1:30000")
+    command.add_argument("--url", type=server_url, help="URL of a running server, such as http://127.0.0.1:30000")
     command.add_argument("--log", type=Path, metavar="FILE", help="a server's log, for the GPU memory that it took")
     add_controller(command)
     command.add_argument("--json", action="store_true", help="print the checks as JSON")
-    command.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="of SGLang's server")
+    command.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="arguments of SGLang's server")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

@@ -1,4 +1,4 @@
-"""What ``specpilot doctor`` found, and how it is printed."""
+"""What ``specpilot doctor`` looked at: checks by area, and how they are printed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red", "not checked": "dim"}
-"""By outcome."""
+"""Colour of a check by its outcome."""
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -18,10 +18,11 @@ class Check(msgspec.Struct, frozen=True):
 
     area: str
     outcome: str
-    """A key of ``COLOURS``."""
+    """How it is: a key of ``COLOURS``."""
     found: str
+    """What was seen, in words."""
     change: str = ""
-    """What to do about it; not empty for a warning or a problem."""
+    """What to change; not empty for a warning or a problem."""
 
 
 class Area:
@@ -31,29 +32,39 @@ class Area:
         self.name = name
 
     def ok(self, found: str) -> Check:
-        """It is as it should be."""
+        """Return a check of what is as it should be."""
         return Check(self.name, "ok", found)
 
     def warning(self, found: str, change: str) -> Check:
-        """It works, with less than there could be, or only for now."""
+        """Return a check of what works, with less than there could be, or only for now."""
         return Check(self.name, "warning", found, change)
 
     def problem(self, found: str, change: str) -> Check:
-        """It does not work, or does nothing."""
+        """Return a check of what does not work, or does nothing."""
         return Check(self.name, "problem", found, change)
 
     def not_checked(self, why: str) -> Check:
-        """It could not be looked at from here."""
+        """Return a check of what could not be looked at from here."""
         return Check(self.name, "not checked", why)
 
 
+VERSIONS = Area("versions")
+CONFIGURATION = Area("configuration")
+SOCKET = Area("socket")
+CONTROLLER = Area("controller")
+STORAGE = Area("storage")
+ARGUMENTS = Area("arguments")
+RUNNING = Area("running server")
+MEMORY = Area("memory")
+
+
 def problems(checks: Iterable[Check]) -> bool:
-    """Return whether one of them is a problem."""
+    """Return whether a check is a problem."""
     return any(check.outcome == "problem" for check in checks)
 
 
 def print_checks(checks: Sequence[Check], console: Console) -> None:
-    """Write them for a person, by area in the order given."""
+    """Print checks for a person, by area in the order given."""
     for area, group in groupby(checks, key=lambda check: check.area):
         console.print(f"[bold]{area}[/]")
         for check in group:

@@ -30,22 +30,13 @@ from rich.console import Console
 import specpilot.controller.cli as cli
 from specpilot.controller.config import Config, ControllerConfig, GoodputPolicy, PriorConfig, StaticPolicy, TraceConfig
 from specpilot.controller.doctor.command import DoctorRequest, examine
-from specpilot.controller.doctor.host import (
-    TROUBLE,
-    Address,
-    check_configuration,
-    check_controller,
-    check_plugin,
-    check_settings,
-    check_sglang,
-    check_socket,
-    check_socket_folder,
-    check_storage,
-    judge_controller,
-    judge_server,
-)
+from specpilot.controller.doctor.configuration import check_configuration, check_settings, check_storage
+from specpilot.controller.doctor.endpoint import Address, check_socket, check_socket_folder
+from specpilot.controller.doctor.gpus import Gpu, check_gpus, judge_gpu, read_gpus, visible
+from specpilot.controller.doctor.installation import check_plugin, check_sglang
 from specpilot.controller.doctor.report import COLOURS, Check, print_checks
-from specpilot.controller.doctor.server import (
+from specpilot.controller.doctor.running_controller import TROUBLE, check_controller, judge_controller, judge_server
+from specpilot.controller.doctor.server_arguments import (
     DECODE_SKIP_BACKENDS,
     KINDS,
     check_server,
@@ -53,16 +44,7 @@ from specpilot.controller.doctor.server import (
     read_running,
     server_of,
 )
-from specpilot.controller.doctor.startup import (
-    Gpu,
-    check_gpus,
-    check_log,
-    judge_gpu,
-    open_log,
-    read_gpus,
-    read_log,
-    visible,
-)
+from specpilot.controller.doctor.server_log import check_log, open_log, read_log
 from specpilot.controller.serve.counters import CONTROLLER_COUNTERS, SERVER_COUNTERS
 from specpilot.controller.serve.endpoint import Endpoint
 from specpilot.controller.serve.keys import make_keys
@@ -824,8 +806,8 @@ def test_little_memory_names_the_option_that_gives_most_back(tmp_path: Path, mem
     [
         (STATES + IN_PLACE, "ok", "states beside the first took 1.50"),
         (IN_PLACE, "not checked", "the log has no line"),
-        (IN_PLACE, "ok", "the plugin is in place"),
-        ("", "problem", "does not say that the plugin is in place"),
+        (IN_PLACE, "ok", "the plugin is active"),
+        ("", "problem", "does not say that the plugin is active"),
         ("speculative_adaptive disabled: enable_pdmux=True is not supported (a). Falling back to static speculative "
          "params.\n", "problem", "switched --speculative-adaptive off: enable_pdmux=True"),
         ("specpilot: K=0 stays SGLang's own verify of width 1 on this server: the model uses MLA attention\n",

@@ -1,7 +1,7 @@
 """Checks of ``specpilot doctor`` on the arguments of SGLang's server.
 
 Three sources, each optional: what follows ``--`` (as it stands, nothing resolved), and what SGLang made of it, from a
-running server's ``/server_info`` or from a log (``doctor_start.py``).
+running server's ``/server_info`` or from a log (``server_log``).
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specpilot.controller.doctor.report import Area, Check
+from specpilot.controller.doctor.report import ARGUMENTS, RUNNING, Area, Check
 from specpilot.controller.errors import ConfigError
 from specpilot.controller.launch.sglang_arguments import candidate_steps, given, unsteerable
 from specpilot.sglang_hooks.contract import TESTED_VERSIONS
 from specpilot.sglang_hooks.settings import Settings
-
-ARGUMENTS = Area("arguments")
-RUNNING = Area("running server")
 
 URL_SECONDS = 10.0
 """``/server_info`` is answered by the scheduler, between two steps."""
@@ -70,18 +67,21 @@ KINDS: dict[str, type] = {
 
 
 @dataclass(frozen=True)
-class Server:
-    """A server's arguments; ``area`` tells which of the sources they are from."""
+class ExaminedServer:
+    """A server's arguments, from one of the sources."""
 
     area: Area
+    """Area that its checks belong to: which of the sources the arguments are from."""
     options: Mapping[str, Any]
+    """Arguments by the names of SGLang's ServerArgs."""
     running: bool = False
-    """``options`` are SGLang's resolved values, defaults included."""
+    """Whether ``options`` are SGLang's resolved values, defaults included."""
     command: str = ""
-    """Of a running server: its command line."""
+    """Command line of a running server."""
     version: str = ""
+    """SGLang's version in a running server."""
     capacity: Sequence[int] = field(default=())
-    """Of a running server: requests that each replica really runs at a time."""
+    """Requests that each replica of a running server really runs at a time."""
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a value, or ``default`` where it is not given or None."""
@@ -97,7 +97,7 @@ class Server:
 # -- the sources --
 
 
-def read_arguments(arguments: Sequence[str]) -> tuple[Server | None, list[Check]]:
+def read_arguments(arguments: Sequence[str]) -> tuple[ExaminedServer | None, list[Check]]:
     """Return the arguments as a server's, None if they cannot be read here."""
     if not arguments:
         return None, [ARGUMENTS.not_checked("none given: put SGLang's arguments after --, or name --url")]
@@ -107,10 +107,10 @@ def read_arguments(arguments: Sequence[str]) -> tuple[Server | None, list[Check]
         if isinstance(error.__cause__, ImportError):
             return None, [ARGUMENTS.not_checked("SGLang is not installed here, and only it can read its arguments")]
         return None, [ARGUMENTS.problem(str(error), "correct them: the server would not start")]
-    return Server(ARGUMENTS, options), []
+    return ExaminedServer(ARGUMENTS, options), []
 
 
-def read_running(url: str, api_key: str = "") -> tuple[Server | None, list[Check]]:
+def read_running(url: str, api_key: str = "") -> tuple[ExaminedServer | None, list[Check]]:
     """Return what a running server says of itself, None if it does not answer."""
     if not url:
         return None, []
@@ -147,7 +147,7 @@ def _fetch(url: str, path: str, api_key: str) -> dict[str, Any] | None:
     return info
 
 
-def server_of(info: Mapping[str, Any]) -> Server:
+def server_of(info: Mapping[str, Any]) -> ExaminedServer:
     """Return a server of what ``/server_info`` holds; values of another type than SGLang's are passed over."""
     options = {name: info[name] for name, kind in KINDS.items() if _is(info.get(name), kind)}
     states = info.get("internal_states")
@@ -157,7 +157,7 @@ def server_of(info: Mapping[str, Any]) -> Server:
         if isinstance(state, dict) and _is(state.get("effective_max_running_requests_per_dp"), int)
     ]
     command, version = info.get("launch_command"), info.get("version")
-    return Server(
+    return ExaminedServer(
         RUNNING,
         options,
         running=True,
@@ -176,7 +176,7 @@ def _is(value: Any, kind: type) -> bool:
 # -- what the arguments do --
 
 
-def check_server(server: Server, settings: Settings | None) -> Iterator[Check]:
+def check_server(server: ExaminedServer, settings: Settings | None) -> Iterator[Check]:
     """Check everything that the arguments alone tell."""
     if server.version and server.version not in TESTED_VERSIONS:
         yield server.area.warning(
@@ -194,7 +194,7 @@ def check_server(server: Server, settings: Settings | None) -> Iterator[Check]:
     yield from check_loop(server)
 
 
-def check_adaptive(server: Server) -> Iterator[Check]:
+def check_adaptive(server: ExaminedServer) -> Iterator[Check]:
     """Check that SGLang asks for a K at every step."""
     in_force = server.get("speculative_adaptive", False)
     asked = in_force or _names(server, "--speculative-adaptive")
@@ -230,12 +230,12 @@ def check_adaptive(server: Server) -> Iterator[Check]:
         )
 
 
-def _names(server: Server, option: str) -> bool:
+def _names(server: ExaminedServer, option: str) -> bool:
     """Return whether a running server's command line has an option, spelt out."""
     return any(word.partition("=")[0] == option for word in server.command.split())
 
 
-def check_candidates(server: Server, settings: Settings | None) -> Iterator[Check]:
+def check_candidates(server: ExaminedServer, settings: Settings | None) -> Iterator[Check]:
     """Check the K that the server builds states for."""
     start = server.get("speculative_num_steps")
     if server.tree:
@@ -280,7 +280,7 @@ def _sglangs_candidates() -> list[int]:
     return sorted(resolve_candidate_steps_from_config(None))
 
 
-def check_skip(server: Server, settings: Settings | None) -> Iterator[Check]:
+def check_skip(server: ExaminedServer, settings: Settings | None) -> Iterator[Check]:
     """Check what the arguments tell of whether K=0 can be an ordinary decode step (``skip.unsupported_reason``)."""
     if settings is not None and settings.skip == "verify":
         if server.tree:
@@ -326,7 +326,7 @@ def check_skip(server: Server, settings: Settings | None) -> Iterator[Check]:
         yield server.area.ok(f"nothing in the arguments keeps K=0 from being a decode step ({', '.join(named)})")
 
 
-def check_capacity(server: Server) -> Iterator[Check]:
+def check_capacity(server: ExaminedServer) -> Iterator[Check]:
     """Check what bounds the batch."""
     most = server.get("max_running_requests")
     asked = _names(server, "--max-running-requests")
@@ -349,7 +349,7 @@ def check_capacity(server: Server) -> Iterator[Check]:
         )
 
 
-def check_loop(server: Server) -> Iterator[Check]:
+def check_loop(server: ExaminedServer) -> Iterator[Check]:
     """Check what keeps tables from being taken in, or steps from being decided by them."""
     interval = server.get("scheduler_recv_interval", 1)
     if interval > 1:

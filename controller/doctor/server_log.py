@@ -1,44 +1,43 @@
-"""Checks of ``specpilot doctor`` on what a server's log says of its start, and on GPU memory."""
+"""Checks of what a server's log says of its start: what SGLang and the plugin said, and the GPU memory of each K."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specpilot.controller.doctor.report import Area, Check
-from specpilot.controller.doctor.server import CAPACITY_IS_DEFAULT, GIVE_CAPACITY, RUNNING, Server
-from specpilot.sglang_hooks.settings import Settings
-
-MEMORY = Area("memory")
-
-LOW_GIGABYTES = 1.0
-"""Prefills allocate their activations from what is left on the GPU after the start."""
-
-
-# -- a server's log --
+from specpilot.controller.doctor.gpus import LOW_GIGABYTES
+from specpilot.controller.doctor.report import MEMORY, RUNNING, Check
+from specpilot.controller.doctor.server_arguments import CAPACITY_IS_DEFAULT, GIVE_CAPACITY
 
 
 @dataclass
-class Log:
+class ServerLog:
     """What a server's log says of its newest start."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
-    """As SGLang resolved them."""
+    """The server's arguments as SGLang resolved them."""
     states: dict[int, float] = field(default_factory=dict)
-    """GB taken by K, beside the K that it starts with."""
+    """GB taken by the state of each K, beside the K that the server starts with."""
     skip_gigabytes: float | None = None
+    """GB taken by K=0 as a decode step, the ring included; None if the log does not say."""
     free_gigabytes: float | None = None
-    """On the rank that has least, after the start."""
+    """GB left after the start on the rank that has least; None if the log does not say."""
     ring_gigabytes: float = 0.0
+    """GB taken by the ring of tokens that the draft missed."""
     disabled: str = ""
+    """Why SGLang has switched --speculative-adaptive off; empty if it has not."""
     skip_is_verify: str = ""
+    """Why K=0 is SGLang's own verify step; empty if it is not."""
     capacity_is_default: bool = False
-    in_place: bool = False
+    """Whether SGLang chose --max-running-requests by itself."""
+    plugin_active: bool = False
+    """Whether the plugin says that it is active."""
     refused: str = ""
+    """Why the plugin ended the start; empty if it did not."""
 
 
 _STATE = re.compile(r"Built adaptive runtime state steps=(\d+): elapsed=[\d.]+s, mem=(-?[\d.]+)GB")
@@ -48,7 +47,7 @@ _SKIP = re.compile(
 )
 _DISABLED = re.compile(r"speculative_adaptive disabled: (.*?)\. Falling back")
 _VERIFY = re.compile(r"specpilot: K=0 stays SGLang's own verify of width 1 on this server: (.*)")
-_IN_PLACE = re.compile(r"specpilot: plugin active on rank")
+_ACTIVE = re.compile(r"specpilot: plugin active on rank")
 _REFUSED = re.compile(
     r"(?<!\S)specpilot: ((?:this server does not adapt|no GPU memory left|SGLang \S+ is not one|this SGLang is not|"
     r"capturing the decode graphs|SPECPILOT_\w+\S* |a tree of draft tokens|the tree of this server).*)"
@@ -58,17 +57,17 @@ _START = re.compile(r"\bserver_args=(\{.*\})\s*$")
 """Logged when SGLang has resolved its arguments, and has said what it changed in them."""
 
 
-def read_log(file: Path) -> Log:
+def read_log(file: Path) -> ServerLog:
     """Return what is known of the newest start in ``file``; OSError if it cannot be read."""
-    log = said_before = Log()
+    log = said_before = ServerLog()
     with file.open(errors="replace") as lines:
         for line in lines:
             if found := _START.search(line):
                 arguments = _literal(found[1])
-                log = Log(arguments, capacity_is_default=said_before.capacity_is_default)
+                log = ServerLog(arguments, capacity_is_default=said_before.capacity_is_default)
                 if not arguments.get("speculative_adaptive"):
                     log.disabled = said_before.disabled
-                said_before = Log()
+                said_before = ServerLog()
             elif found := _DISABLED.search(line):
                 log.disabled = said_before.disabled = found[1]
             elif _CAPACITY.search(line):
@@ -86,7 +85,7 @@ def _literal(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _read_line(log: Log, line: str) -> None:
+def _read_line(log: ServerLog, line: str) -> None:
     """Take in what a line says of a start that goes on."""
     if found := _STATE.search(line):
         log.states[int(found[1])] = float(found[2])
@@ -97,13 +96,13 @@ def _read_line(log: Log, line: str) -> None:
         log.ring_gigabytes = max(ring, log.ring_gigabytes)
     elif found := _VERIFY.search(line):
         log.skip_is_verify = found[1].strip()
-    elif _IN_PLACE.search(line):
-        log.in_place = True
+    elif _ACTIVE.search(line):
+        log.plugin_active = True
     elif found := _REFUSED.search(line):
         log.refused = found[1].strip()
 
 
-def open_log(file: Path | None) -> tuple[Log | None, list[Check]]:
+def open_log(file: Path | None) -> tuple[ServerLog | None, list[Check]]:
     """Return what a log says, None if there is none."""
     if file is None:
         return None, [MEMORY.not_checked("what each K takes: only a server's log says it; name one with --log")]
@@ -113,7 +112,7 @@ def open_log(file: Path | None) -> tuple[Log | None, list[Check]]:
         return None, [RUNNING.problem(f"{file}: {error.strerror or error}", "correct --log")]
 
 
-def check_log(log: Log) -> Iterator[Check]:
+def check_log(log: ServerLog) -> Iterator[Check]:
     """Check what SGLang and the plugin said at the start."""
     if log.refused:
         yield RUNNING.problem(
@@ -128,11 +127,11 @@ def check_log(log: Log) -> Iterator[Check]:
             f"K=0 stays SGLang's own verify step, which is slower than not speculating: {log.skip_is_verify}",
             "change that where you can; SPECPILOT_SKIP=verify says that it is meant so",
         )
-    if log.in_place:
-        yield RUNNING.ok("the plugin is in place")
+    if log.plugin_active:
+        yield RUNNING.ok("the plugin is active")
     elif not (log.refused or log.disabled):
         yield RUNNING.problem(
-            "the log does not say that the plugin is in place",
+            "the log does not say that the plugin is active",
             "was SPECPILOT_ENDPOINT set, has it started, does it log at level INFO? See docs/operations.md",
         )
     if log.capacity_is_default:
@@ -140,7 +139,7 @@ def check_log(log: Log) -> Iterator[Check]:
     yield from check_taken(log)
 
 
-def check_taken(log: Log) -> Iterator[Check]:
+def check_taken(log: ServerLog) -> Iterator[Check]:
     """Check the GPU memory that the candidates took, and which option gives most of it back."""
     states, skip = sum(log.states.values()), log.skip_gigabytes
     if not log.states and skip is None:
@@ -162,94 +161,3 @@ def check_taken(log: Log) -> Iterator[Check]:
         "lower SPECPILOT_SKIP_RING_MB": log.ring_gigabytes,
     }
     yield MEMORY.warning(said, f"{max(parts, key=lambda name: parts[name])}, or lower --mem-fraction-static")
-
-
-# -- the GPUs --
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """Memory of one GPU in bytes."""
-
-    index: int
-    name: str
-    uuid: str
-    total: int
-    used: int
-
-
-def read_gpus() -> list[Gpu]:
-    """Return this machine's NVIDIA GPUs; ImportError without nvidia-ml-py, OSError without a driver."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        raise OSError(str(error)) from error
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        found = []
-        for index, handle in enumerate(handles):
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
-            found.append(Gpu(index, str(name), str(uuid), int(memory.total), int(memory.used)))
-        return found
-    except pynvml.NVMLError as error:
-        raise OSError(str(error)) from error
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def visible(gpus: Sequence[Gpu], devices: str | None) -> list[Gpu]:
-    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` names, by index or UUID; all of them if it is not set."""
-    if devices is None:
-        return list(gpus)
-    names = [name.strip() for name in devices.split(",") if name.strip()]
-    return [gpu for gpu in gpus if any(name == str(gpu.index) or gpu.uuid.startswith(name) for name in names)]
-
-
-def check_gpus(settings: Settings | None, server: Server | None, started: bool, devices: str | None) -> Iterator[Check]:
-    """Check this machine's GPUs against the ring; ``started``: a server holds its memory there already.
-
-    ``devices``: ``CUDA_VISIBLE_DEVICES``, None if it is not set.
-    """
-    try:
-        gpus = visible(read_gpus(), devices)
-    except ImportError:
-        yield MEMORY.not_checked("GPU memory: nvidia-ml-py is not installed here")
-        return
-    except OSError as error:
-        yield MEMORY.not_checked(f"GPU memory: no NVIDIA driver answers here ({error})")
-        return
-    if not gpus:
-        yield MEMORY.not_checked("GPU memory: no NVIDIA GPU is visible here")
-    ring = settings.skip_ring_mb << 20 if settings is not None and settings.skip == "decode" else 0
-    fraction = server.get("mem_fraction_static") if server is not None else None
-    for gpu in gpus:
-        yield judge_gpu(gpu, ring, fraction, started)
-
-
-def judge_gpu(gpu: Gpu, ring: int, fraction: float | None, started: bool) -> Check:
-    """Judge one GPU; ``ring`` in bytes, ``fraction`` as in --mem-fraction-static if that is known.
-
-    SGLang gives weights and KV pool that fraction, before graphs and ring are made of the rest.
-    """
-    said = f"GPU {gpu.index} ({gpu.name}): {gpu.used / 1e9:.1f} of {gpu.total / 1e9:.1f} GB are used"
-    free = gpu.total - gpu.used
-    if started:
-        if free < LOW_GIGABYTES * 1e9:
-            return MEMORY.warning(
-                said, "lower --mem-fraction-static, the number of candidates or SPECPILOT_SKIP_RING_MB"
-            )
-        return MEMORY.ok(said)
-    if free < ring:
-        return MEMORY.warning(
-            f"{said}: less is free than SPECPILOT_SKIP_RING_MB may take ({ring / 1e9:.1f} GB)",
-            "if the server is to run there, end what uses that GPU",
-        )
-    if fraction is not None:
-        rest = gpu.total * (1 - fraction)
-        said += f"; --mem-fraction-static {fraction:g} leaves {rest / 1e9:.1f} GB for graphs, activations and the ring"
-        if rest < ring:
-            return MEMORY.problem(said, f"lower it, or SPECPILOT_SKIP_RING_MB ({ring / 1e9:.1f} GB)")
-    return MEMORY.ok(f"{said}; the ring may take {ring / 1e9:.1f} GB" if ring else said)

@@ -34,7 +34,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("controller", "run the controller beside one or more servers", "serve.command"),
+    Command("controller", "run the controller beside one or more servers", "run"),
     Command("launch", "an SGLang server with the controller beside it", "launch.command"),
     Command("doctor", "what keeps a server from being steered, and what to change", "doctor.command"),
     Command("status", "what every server does now, and who decided it", "client.status"),

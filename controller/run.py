@@ -1,4 +1,4 @@
-"""``specpilot controller``: the controller's process, from its configuration file to its end."""
+"""``specpilot controller``: the loop (``serve``) and the page (``web``) in one process, until it is told to end."""
 
 from __future__ import annotations
 

@@ -34,8 +34,11 @@ def replace_json(path: Path, content: object) -> None:
 
 
 @contextmanager
-def replacement(path: Path) -> Iterator[IO[bytes]]:
+def replacement(path: Path, *, public: bool = False, synced: bool = False, keep: bool = False) -> Iterator[IO[bytes]]:
     """Give a new file that takes the place of ``path`` when the block ends without an error.
+
+    ``public``: its mode is what the umask leaves, else this user alone may read it. ``synced``: it is on disk before it
+    has its name. ``keep``: FileExistsError, and nothing is replaced, if there is a file of that name by then.
 
     Raises ConfigError if it cannot be written, and then nothing has changed.
     """
@@ -44,9 +47,32 @@ def replacement(path: Path) -> Iterator[IO[bytes]]:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".specpilot-", delete=False) as file:
             temporary = Path(file.name)
             yield file
-        os.replace(temporary, path)
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
+        if public:
+            temporary.chmod(0o666 & ~_umask())
+        if not (keep and _link(temporary, path)):
+            os.replace(temporary, path)
+    except FileExistsError:
+        raise
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+
+
+def _link(temporary: Path, path: Path) -> bool:
+    """Give the file its name unless that is taken; False on a file system without hard links."""
+    try:
+        os.link(temporary, path)
+    except PermissionError:
+        return False
+    return True
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

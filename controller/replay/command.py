@@ -14,11 +14,11 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from specpilot.controller.files import write_json
 from specpilot.controller.replay.inference.infer import Inferred, infer
 from specpilot.controller.replay.judge import Course, Regret
 from specpilot.controller.replay.parallel import run_all, workers
@@ -104,7 +104,7 @@ def replay(request: ReplayRequest, console: Console) -> int:
     results = [run.result for run in examined]
     if request.json is not None:
         written = results if inferred is None else _trace_outcome(inferred, named, results)
-        request.json.write_bytes(msgspec.json.format(msgspec.json.encode(written)) + b"\n")
+        write_json(request.json, written)
     console.print(summary_table(results, policies))
     if write_report is not None and request.report is not None:
         console.print(f"report: {write_report(examined, named, request.report)}")

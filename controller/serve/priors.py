@@ -9,8 +9,6 @@ an error: the policy then learns from nothing, as it would without.
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import msgspec
 
 from specpilot.controller.config import Config, GoodputPolicy, ServerConfig
 from specpilot.controller.errors import ConfigError
+from specpilot.controller.files import replace_json
 from specpilot.controller.serve.session import Session
 from specpilot.controller.serve.switchback import Stored
 from specpilot.controller.trace.format import folder_name
@@ -93,25 +92,17 @@ class PriorStore:
 
     def _unused(self, path: Path, error: Exception) -> None:
         self.failures += 1
-        logger.warning("%s is not used: %s. It will be written anew", path, error)
+        logger.warning("%s is not used: %s. It will be replaced", path, error)
 
     def _write(self, path: Path, content: object) -> None:
-        temporary = None
         try:
-            with tempfile.NamedTemporaryFile(dir=self._directory, prefix=".prior-", delete=False) as file:
-                temporary = file.name
-                file.write(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
-            os.replace(temporary, path)
-            temporary = None
+            replace_json(path, content)
             self.error = ""
-        except OSError as error:
+        except ConfigError as error:
             self.failures += 1
             if not self.error:
-                logger.error("what was learned cannot be kept in %s: %s", path, error)
-            self.error = f"prior {path}: {error.strerror or error}"
-        finally:
-            if temporary is not None:
-                Path(temporary).unlink(missing_ok=True)
+                logger.error("what was learned cannot be kept: %s", error)
+            self.error = f"what was learned cannot be kept: {error}"
 
 
 class PriorKeeper:

@@ -9,10 +9,7 @@ metadata. At most ``ROWS`` rows are in memory; the file appears whole, under its
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -23,7 +20,8 @@ import pyarrow.csv
 import pyarrow.parquet
 from rich.console import Console
 
-from specpilot.controller.errors import CommandError
+from specpilot.controller.errors import CommandError, ConfigError
+from specpilot.controller.files import replacement
 from specpilot.controller.trace.format import SCHEMA
 from specpilot.controller.trace.info import ServerTrace, print_trace_info, trace_info
 from specpilot.controller.trace.reader import Segment, segments
@@ -171,12 +169,8 @@ def export_trace(
             raise ExportError(f"{output} is a part of the trace itself: choose another FILE")
         if not force:
             raise ExportError(f"{output} is there already: choose another FILE, or give --force to replace it")
-    temporary = None
     try:
-        with tempfile.NamedTemporaryFile(
-            dir=output.parent, prefix=f".{output.name}.", suffix=".partial", delete=False
-        ) as file:
-            temporary = Path(file.name)
+        with replacement(output, public=True, synced=True, keep=not force) as file:
             sink = _SINKS[kind](file)
             collector = _Collector(sink)
             info = trace_info(sources, collector.take)
@@ -185,36 +179,11 @@ def export_trace(
                 raise ExportError("; ".join(["nothing to export: no record can be read", *faults]))
             collector.flush()
             sink.close(collector.hellos)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~_umask())
-        if force:
-            temporary.replace(output)
-        else:
-            _place(temporary, output)
         return info
-    except OSError as error:
-        raise ExportError(f"{output} cannot be written: {error.strerror or error}") from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-
-
-def _place(temporary: Path, output: Path) -> None:
-    """Give the file its name unless somebody took that meanwhile."""
-    with suppress(PermissionError):  # a file system without hard links
-        try:
-            os.link(temporary, output)
-        except FileExistsError:
-            raise ExportError(f"{output} appeared meanwhile: choose another FILE, or give --force") from None
-        return
-    temporary.replace(output)
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
+    except FileExistsError:
+        raise ExportError(f"{output} appeared meanwhile: choose another FILE, or give --force") from None
+    except ConfigError as error:
+        raise ExportError(str(error)) from error
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

@@ -32,7 +32,7 @@ import msgspec
 
 from specpilot.controller.config import SwitchbackConfig
 from specpilot.policies.interface import Grid, Plan
-from specpilot.policies.student import student_975
+from specpilot.policies.student import NORMAL_975, student_975
 from specpilot.sglang_hooks.wire import MASKED, DecisionSource, Hello, StepRecord
 
 CLAIM_PAIRS = 10
@@ -362,7 +362,7 @@ def multiplier(count: int) -> float:
     """
     v = 8.0 * count / TIGHTEST_PAIRS
     uniform = math.sqrt((1.0 + 1.0 / v) * math.log((v + 1.0) / LEVEL_ERROR**2))
-    return uniform * student_975(count - 1) / 1.96
+    return uniform * student_975(count - 1) / NORMAL_975
 
 
 def describe(measured: Measured) -> str:

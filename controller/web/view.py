@@ -67,7 +67,7 @@ class PositionView(msgspec.Struct, frozen=True):
     samples: float
 
 
-class Summary(msgspec.Struct, frozen=True):
+class ServerEntry(msgspec.Struct, frozen=True):
     """One server in the list of all."""
 
     name: str
@@ -119,7 +119,7 @@ class PageView(msgspec.Struct, frozen=True):
     uptime: str
     trace: str
     problems: list[Problem]
-    servers: list[Summary]
+    servers: list[ServerEntry]
     server: ServerView | None
 
 
@@ -145,7 +145,7 @@ def page_view(snapshot: Snapshot, name: str) -> PageView:
         uptime=describe_time(status.uptime_seconds),
         trace=f"{status.trace_written:,} records in {status.trace_directory}" if status.trace_directory else "none",
         problems=controller_problems(status),
-        servers=[_summary(server) for server in snapshot.servers.values()],
+        servers=[_entry(server) for server in snapshot.servers.values()],
         server=_server_view(snapshot.servers[name]) if name in snapshot.servers else None,
     )
 
@@ -218,10 +218,10 @@ def server_problems(status: ServerStatus) -> list[Problem]:
 _SEVERITIES = ("bad", "warn", "info")
 
 
-def _summary(server: ServerSnapshot) -> Summary:
+def _entry(server: ServerSnapshot) -> ServerEntry:
     status = server.status
     problems = server_problems(status)
-    return Summary(
+    return ServerEntry(
         name=status.server,
         model=status.model,
         severity=problems[0].severity if problems and problems[0].severity != "info" else "",

@@ -29,7 +29,7 @@ class Command(NamedTuple):
     name: str
     purpose: str
     module: str = ""
-    """Below ``specpilot.controller``; empty for a group."""
+    """The command's module below ``specpilot.controller``; empty for a group."""
     group: tuple[Command, ...] = ()
 
 

@@ -35,6 +35,7 @@ class StaticPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
     """``[policy] name = "static"``: one K for every step."""
 
     steps: Steps
+    """K of every step."""
 
     def build(self, prior: dict[str, Any] | None = None) -> Policy:  # noqa: ARG002
         """Return a fresh policy for one server."""
@@ -45,6 +46,7 @@ class ThresholdPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
     """``[policy] name = "threshold"``: speculate up to ``threshold`` running requests, skip above."""
 
     threshold: Annotated[int, msgspec.Meta(ge=0, le=100_000)]
+    """Most running requests with which the server speculates."""
     steps: Steps | None = None
     """K below the threshold; the server's largest candidate if not given."""
     band: Annotated[int, msgspec.Meta(ge=0, le=100_000)] | None = None
@@ -64,7 +66,7 @@ class GoodputPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     time_per_output_token: Seconds | None = None
     """Objective in seconds: only K that meet it are chosen or tried, as long as there is one."""
     max_steps: Steps | None = None
-    """The operator's bound on K."""
+    """Largest K that is chosen or tried; the server's largest candidate if not given."""
     exploration_floor: Annotated[float, msgspec.Meta(ge=0, le=0.1)] = 0.0
     """Probability with which each other K is drawn in every cell, so that traces can be evaluated; 0: off."""
 
@@ -100,15 +102,15 @@ class ControllerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[controller]``: the socket and the pace."""
 
     endpoint: PathText = ""
-    """``ipc:///path`` or ``tcp://address:port``; empty: ``controller.ipc`` in the runtime directory."""
+    """Address: ``ipc:///path`` or ``tcp://address:port``; empty: ``controller.ipc`` in the runtime directory."""
     key: PathText = ""
     """The controller's key pair, for tcp: what ``specpilot keygen`` wrote as ``controller.key_secret``."""
     authorized_keys: PathText = ""
     """Folder of the public keys that may connect, for tcp; looked at again every two seconds."""
     lease_seconds: Seconds = 5.0
-    """How long a server trusts a table after the controller was last heard."""
+    """Seconds that a server trusts a table after the controller was last heard."""
     decide_seconds: Seconds = 0.5
-    """Time between two decisions for a server; a table goes out only when it differs."""
+    """Seconds between two decisions for a server; a table goes out only when it differs."""
 
 
 class TraceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,11 +119,11 @@ class TraceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     directory: PathText | None = None
     """Folder of the trace; None: ``trace`` in the state directory; empty: no trace is written."""
     segment_bytes: Bytes = 64 << 20
-    """A new segment begins at about this size."""
+    """Size of a segment in bytes, at about which a new one begins."""
     total_bytes: Bytes = 4 << 30
-    """Oldest segments are deleted so that all of them stay below this."""
+    """Size in bytes that all segments together stay below: the oldest are deleted."""
     flush_seconds: Seconds = 1.0
-    """A crash of the controller loses at most the records of this long."""
+    """Seconds between two writes: a crash of the controller loses at most the records of that time."""
 
     @property
     def folder(self) -> Path | None:
@@ -135,7 +137,7 @@ class PriorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     directory: PathText | None = None
     """Folder of the priors; None: ``prior`` in the state directory; empty: nothing is kept."""
     save_seconds: Seconds = 60.0
-    """Time between two writes; one more when the controller stops."""
+    """Seconds between two writes; there is one more when the controller stops."""
 
     @property
     def folder(self) -> Path | None:
@@ -147,13 +149,13 @@ class SwitchbackConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[switchback]``: what the policy gains, measured against the fallback; off with ``share = 0``."""
 
     share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
-    """Of the time spent in pairs of blocks, half of it with the fallback in force."""
+    """Share of the time that is spent in pairs of blocks, half of it with the fallback in force."""
     block_seconds: Seconds = 60.0
-    """Length of a block."""
+    """Length of a block in seconds."""
     washout_seconds: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 5.0
-    """The first part of each block, which does not count."""
+    """Seconds at the start of each block that do not count."""
     retry_seconds: Seconds = 21_600.0
-    """A policy that was losing is tried again after this time."""
+    """Seconds after which a policy that was losing, and so was suspended, is tried again."""
 
     def __post_init__(self) -> None:
         if self.washout_seconds >= self.block_seconds:
@@ -167,7 +169,7 @@ class WebConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[web]``: the page, metrics and JSON over HTTP; switched off with ``listen = ""``."""
 
     listen: str = "127.0.0.1:7411"
-    """``HOST:PORT``; anything but loopback needs a token."""
+    """Address to listen on, ``HOST:PORT``; anything but loopback needs a token. Empty: no page."""
     token_file: str = ""
     """File with the token that every reader must show; empty: none, which only loopback may have."""
 
@@ -209,9 +211,10 @@ class BoundsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[bounds]``: what no table goes beyond, whoever decides."""
 
     steps: list[Steps] = []
-    """Only these K; empty: every candidate of the server."""
+    """K that tables may hold; empty: every candidate of the server."""
     max_steps_by_batch: str = ""
-    """``16:3,64:0``: at most 3 from batch size 16 on, 0 from 64 on; as SPECPILOT_MAX_STEPS_BY_BATCH on the server."""
+    """Largest K by batch size: ``16:3,64:0`` is at most 3 from batch size 16 on and 0 from 64 on. Written as
+    SPECPILOT_MAX_STEPS_BY_BATCH on the server."""
 
     def __post_init__(self) -> None:
         try:
@@ -228,7 +231,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What can be changed while the controller runs, and can differ between servers."""
 
     mode: Literal["control", "shadow"] = "control"
-    """``shadow``: tables are decided and recorded, but not applied."""
+    """``control``: tables are applied; ``shadow``: they are decided and recorded, but not applied."""
     policy: StaticPolicy | ThresholdPolicy | GoodputPolicy | NeuralPolicy = DEFAULT_POLICY
     bounds: BoundsConfig = BoundsConfig()
     switchback: SwitchbackConfig = SwitchbackConfig()
@@ -242,7 +245,8 @@ class Config(ServerConfig, frozen=True, forbid_unknown_fields=True):
     prior: PriorConfig = PriorConfig()
     web: WebConfig = WebConfig()
     servers: dict[str, ServerConfig] = {}
-    """By name, without the replica's number or with it; each whole, the keys of all servers included."""
+    """Configuration of single servers by name, without the replica's number or with it; each is whole, the keys of all
+    servers included."""
 
     def __post_init__(self) -> None:
         own = self.controller
@@ -300,15 +304,15 @@ def config_of(document: Document, source: str) -> Config:
         if not isinstance(servers, dict):
             raise ValueError('servers: use a section for each, such as [servers."node:30000"]')
         shared = with_policy({name: common[name] for name in ServerConfig.__struct_fields__ if name in common})
-        found = {}
+        of_servers = {}
         for name, own in servers.items():
             # Of a replica first what is said of all replicas of its server.
             lower = merged(shared, servers.get(name.rpartition("/")[0], {}))
             try:
-                found[name] = msgspec.convert(merged(lower, own), ServerConfig)
+                of_servers[name] = msgspec.convert(merged(lower, own), ServerConfig)
             except (msgspec.ValidationError, ValueError) as error:
                 raise ValueError(f"servers.{name}: {error}") from error
-        return msgspec.structs.replace(config, servers=found)
+        return msgspec.structs.replace(config, servers=of_servers)
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"{source}: {error}") from error
 

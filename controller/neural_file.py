@@ -13,7 +13,7 @@ from specpilot.controller.files import replacement
 from specpilot.policies.neural import Model
 
 MAX_BYTES = 1 << 20
-"""A model has some thirty kB."""
+"""Largest file that is read: a model has some thirty kB."""
 
 
 def load_model(path: Path) -> Model:

@@ -12,7 +12,7 @@ from specpilot.sglang_hooks.connection import KeyFiles
 def add_controller(command: argparse.ArgumentParser) -> None:
     """Declare where the controller is that a command asks, and with which keys."""
     command.add_argument(
-        "--endpoint", default="", help="of the controller (default: $SPECPILOT_ENDPOINT, or its default)"
+        "--endpoint", default="", help="address of the controller (default: $SPECPILOT_ENDPOINT, or its default)"
     )
     command.add_argument("--client-key", default="", help="key pair for tcp:// (default: $SPECPILOT_CLIENT_KEY)")
     command.add_argument(

@@ -29,7 +29,7 @@ def change_settings(endpoint: str, request: SetRequest, keys: KeyFiles = NO_KEYS
     try:
         return msgspec.json.decode(reply.report, type=SetReport)
     except msgspec.DecodeError as error:
-        raise StatusError(f"the controller at {endpoint} speaks another language: {error}") from error
+        raise StatusError(f"the controller at {endpoint} gave an answer that cannot be read: {error}") from error
 
 
 def parsed(values: Sequence[str]) -> dict[str, str]:
@@ -38,13 +38,13 @@ def parsed(values: Sequence[str]) -> dict[str, str]:
     >>> parsed(["mode=shadow", "policy.max_steps="])
     {'mode': 'shadow', 'policy.max_steps': ''}
     """
-    found: dict[str, str] = {}
+    values_by_key: dict[str, str] = {}
     for text in values:
         key, equals, value = text.partition("=")
-        if not equals or not key or key in found:
+        if not equals or not key or key in values_by_key:
             raise ConfigError(f"{text!r}: use KEY=VALUE, each key once, such as policy.max_steps=3")
-        found[key.strip()] = value.strip()
-    return found
+        values_by_key[key.strip()] = value.strip()
+    return values_by_key
 
 
 def set_command(
@@ -104,10 +104,12 @@ def _origin(setting: Setting, report: SetReport) -> str:
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the options of ``specpilot set``."""
-    command.add_argument("values", nargs="*", metavar="KEY=VALUE", help="such as policy.max_steps=3; KEY= undoes it")
-    command.add_argument("--server", default="", metavar="NAME", help="only of this one (default: of all)")
     command.add_argument(
-        "--for", dest="seconds", type=float, default=0.0, metavar="SECONDS", help="revert after so many seconds"
+        "values", nargs="*", metavar="KEY=VALUE", help="new value, such as policy.max_steps=3; KEY= reverts it"
+    )
+    command.add_argument("--server", default="", metavar="NAME", help="change only this server (default: all)")
+    command.add_argument(
+        "--for", dest="seconds", type=float, default=0.0, metavar="SECONDS", help="revert after SECONDS"
     )
     command.add_argument("--reset", action="store_true", help="first take back everything that was set")
     add_controller(command)

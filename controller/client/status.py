@@ -76,7 +76,7 @@ def fetch_status(endpoint: str, timeout: float = 2.0, keys: KeyFiles = NO_KEYS) 
     try:
         return read_report(reply.report)
     except WireError as error:
-        raise StatusError(f"the controller at {endpoint} speaks another language: {error}") from error
+        raise StatusError(f"the controller at {endpoint} gave an answer that cannot be read: {error}") from error
 
 
 def ask(
@@ -108,7 +108,7 @@ def ask(
     except (EndpointError, OSError) as error:
         raise StatusError(f"{endpoint} cannot be asked: {error}") from error
     except WireError as error:
-        raise StatusError(f"the controller at {endpoint} speaks another language: {error}") from error
+        raise StatusError(f"the controller at {endpoint} gave an answer that cannot be read: {error}") from error
     finally:
         context.destroy(linger=0)
     raise StatusError(f"the controller at {endpoint} did not answer within {timeout:g} s: is it stopped or overloaded?")

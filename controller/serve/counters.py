@@ -9,13 +9,13 @@ import logging
 import re
 
 SERVER_COUNTERS = ("tables_resent", "policy_failures", "rivals_turned_away")
-"""Kept of each server."""
+"""Names of the counters that are kept for each server."""
 
 CONTROLLER_COUNTERS = ("messages_unclaimed", "trace_failures", "prior_failures")
-"""Kept for all of them."""
+"""Names of the counters that are kept once, whatever server they concern."""
 
 MOST_CAUSES = 256
-"""Lines at most: a peer that finds ever new ways to be wrong must not fill the log."""
+"""Causes that are logged at most: a peer that finds ever new ways to be wrong must not fill the log."""
 
 
 class Once:

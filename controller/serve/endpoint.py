@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 HIGH_WATER = 64
 """Frames that ZMQ holds of each peer, in each direction: a peer that floods waits in its own queue."""
 KEYS_SECONDS = 2.0
-"""Between two looks at the folder of authorized keys."""
+"""Seconds between two looks at the folder of authorized keys."""
 REBIND_SECONDS = 5.0
-"""A port that another program has taken while it was free for a moment is waited for so long."""
+"""Seconds to wait for a port that another program has taken while it was free for a moment."""
 
 
 class HasFileno(Protocol):
@@ -48,9 +48,9 @@ class HasFileno(Protocol):
 
 
 class Endpoint:
-    """A bound ROUTER and what makes it the only one; ``close`` gives both up.
+    """A bound ROUTER socket and the lock that makes it the only one; ``close`` gives both up.
 
-    ``socket`` is another one after ``tend`` found a key withdrawn: libzmq asks for a key at the handshake
+    ``socket`` is a new one after ``tend`` has noticed a withdrawn key: libzmq asks for a key at the handshake
     only, so all connections are ended and every client has to show its key again.
     """
 
@@ -58,7 +58,7 @@ class Endpoint:
         """Bind; ConfigError names what stands in the way. ``key`` and ``authorized_keys`` are paths, for tcp."""
         self.endpoint = endpoint
         self.handshakes_failed = 0
-        """Connections that were refused for want of the right key, or were none of specpilot's."""
+        """Connections that failed before a message: without the right key, or not of specpilot's protocol."""
         self._said: set[str] = set()
         self._faults: list[str] = []
         self._looked_at = float("-inf")
@@ -131,7 +131,7 @@ class Endpoint:
 
     def wait(self, seconds: float, other: HasFileno) -> bool:
         """Return once a message is here or ``other`` is readable, or after ``seconds``; was there anything?"""
-        poller = zmq.Poller()  # not kept: ``socket`` may be another one by the next time
+        poller = zmq.Poller()  # not kept: ``socket`` may be a new one by the next time
         poller.register(self.socket, zmq.POLLIN)
         poller.register(other, zmq.POLLIN)
         return bool(poller.poll(int(seconds * 1000)))
@@ -157,7 +157,7 @@ class Endpoint:
             if failure.event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._say(f"a connection failed: {failure.seen_by_controller()}")
         if self._authenticator is not None and not self._authenticator.is_alive():
-            logger.error("the authentication of clients has failed; all connections are made anew")
+            logger.error("the authentication of clients has failed; all connections are made again")
             self._shut()
             self._reopen()
         if self._authorized is not None and now - self._looked_at >= KEYS_SECONDS:
@@ -188,7 +188,7 @@ class Endpoint:
         assert self._authenticator is not None
         self._authenticator.allowed = allowed
         if withdrawn:
-            logger.warning("withdrawn: %s. All connections are made anew", ", ".join(withdrawn))
+            logger.warning("withdrawn: %s. All connections are made again", ", ".join(withdrawn))
             self._shut()
             self._reopen()
 

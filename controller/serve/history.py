@@ -9,39 +9,41 @@ import msgspec
 from specpilot.sglang_hooks.wire import DecisionSource, StepRecord
 
 SPAN_SECONDS = 10.0
+"""Length of a span."""
 SPANS = 360
-"""An hour."""
+"""Spans that are kept: an hour."""
 
 
 class Span(msgspec.Struct, frozen=True):
     """Ten seconds of a server's decode steps."""
 
     number: int
-    """Its begin on the controller's clock, in spans."""
+    """Start of the span on the controller's clock, in units of SPAN_SECONDS."""
     steps: dict[int, int]
     """Decode steps by K."""
     requests: int
-    """Batch sizes of all these steps together."""
+    """Sum of the batch sizes of these steps."""
     tokens: int
+    """Tokens given to clients by all these steps."""
     seconds: float
-    """Of steps back to back: no prefill, no idle time. ``tokens`` are those of all steps."""
+    """Seconds of the steps that follow each other, with no prefill and no idle time in between."""
 
 
 class Totals(msgspec.Struct, frozen=True):
-    """Since the controller started, or the server was first heard."""
+    """Sums over all steps since the controller started, or the server was first heard."""
 
     steps: dict[tuple[int, DecisionSource], int]
     """Decode steps by K, as applied, and who decided them."""
     switches: int
-    """Steps of another K than the step before."""
+    """Steps with a K other than that of the step before."""
     tokens: int
-    """Given to clients by decode steps."""
+    """Tokens given to clients by decode steps."""
     seconds: float
-    """Of decode steps back to back."""
+    """Seconds of the decode steps that follow each other, with no prefill and no idle time in between."""
 
 
 class History:
-    """Of one server; ``add`` is for the controller's loop and costs about a microsecond."""
+    """What one server's steps came to; ``add`` is for the controller's loop and costs about a microsecond."""
 
     def __init__(self) -> None:
         self._steps: Counter[tuple[int, DecisionSource]] = Counter()

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 DOMAIN = "specpilot"
 REFUSED_NAMED = 256
-"""Peers and causes that are named in the log; more are counted only."""
+"""Peers and causes that are named in the log at most; further ones are only counted."""
 
 _NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{0,63}")
 
@@ -42,9 +42,13 @@ class Made(NamedTuple):
     """Files that ``make_keys`` wrote or found, absolute."""
 
     controller_pair: Path
+    """File of the controller's key pair."""
     controller_public: Path
+    """File of the controller's public key, for clients."""
     authorized: Path
+    """Folder of the public keys that may connect."""
     client_pair: Path
+    """File of the client's key pair."""
 
 
 def make_keys(folder: Path, client: str = "client") -> Made:
@@ -123,8 +127,8 @@ def read_authorized(folder: Path) -> tuple[dict[bytes, str], list[str]]:
     names: dict[bytes, str] = {}
     faults = []
     try:
-        found = folder.stat()
-        if found.st_uid not in (os.getuid(), 0) or stat.S_IMODE(found.st_mode) & 0o022:
+        status = folder.stat()
+        if status.st_uid not in (os.getuid(), 0) or stat.S_IMODE(status.st_mode) & 0o022:
             raise EndpointError(f"others may write into {folder}, and so let themselves in: chmod 700 it")
         paths = sorted(folder.glob("*.key"))
     except (OSError, ValueError) as error:

@@ -22,35 +22,39 @@ from specpilot.sglang_hooks.wire import SetRequest
 
 HOT = ServerConfig.__struct_fields__
 LOOK_SECONDS = 0.25
-"""Between two looks at the file; one that has changed is read when it looks the same twice, so as not to catch
-a half-written one."""
+"""Seconds between two looks at the file. A changed file is read once it looks the same twice, so that no half-written
+file is read."""
 
 Values = dict[str, Any]
-"""By dotted key."""
+"""Values by dotted key, such as ``policy.steps``."""
 
 
 class Setting(msgspec.Struct, frozen=True):
     """A key's value, and where it comes from."""
 
     server: str
-    """Empty: of all servers that do not have their own."""
+    """Name of the server; empty for all servers that have no value of their own."""
     key: str
+    """Dotted key, such as ``policy.steps``."""
     value: Any
+    """The key's value in TOML's types; None where it has none."""
     origin: str
-    """``default``, ``file``, ``set``, or ``set for a time``."""
+    """Where the value comes from: ``default``, ``file``, ``set``, or ``set for a time``."""
     seconds: float | None = None
-    """Until it is undone."""
+    """Seconds until the value is reverted; None if it stays."""
 
 
 class SetReport(msgspec.Struct, frozen=True):
     """What is in force."""
 
     file: str
+    """Absolute path of the configuration file; empty without one."""
     error: str
     """Why the file's newest contents are not in force; empty if they are."""
     servers: list[str]
-    """Connected now."""
+    """Names of the servers that are connected now."""
     settings: list[Setting]
+    """Every value that can be changed, those of all servers first."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +62,11 @@ class Layers:
     """Where a configuration comes from; never changed in place."""
 
     file: Document
+    """The configuration file as it was read."""
     lasting: dict[str, Values] = field(default_factory=dict)
-    """Until the controller restarts, by server (empty: all)."""
+    """Values that hold until the controller restarts, by server (empty: all servers)."""
     temporary: dict[str, tuple[float, Values]] = field(default_factory=dict)
-    """Until a time; what one ``set --for`` said of a server begins and ends together."""
+    """Values that hold until a time on the controller's clock, by server; those of one ``set --for`` end together."""
 
     def documents(self) -> Iterator[tuple[str, Document]]:
         """Yield (origin, document), the lowest first."""
@@ -147,19 +152,19 @@ class LiveConfig:
 
     def changes(self, now: float) -> list[str]:
         """Return a line for all that was set since the start, by server and how long it holds."""
-        found = [(server, values, "") for server, values in self.layers.lasting.items() if values]
+        changed = [(server, values, "") for server, values in self.layers.lasting.items() if values]
         for server, (until, values) in self.layers.temporary.items():
-            found.append((server, values, f", {until - now:.0f} s more"))
+            changed.append((server, values, f", {until - now:.0f} s more"))
         return [
             " ".join(f"{key}={value}" for key, value in values.items()) + (f" for {server}" if server else "") + left
-            for server, values, left in found
+            for server, values, left in changed
         ]
 
     def report(self, now: float, servers: list[str]) -> SetReport:
         """Return every value that can be changed, and where it comes from."""
         settings = list(self._settings("", self.config, now))
         for name, config in self.config.servers.items():
-            settings += [one for one in self._settings(name, config, now) if one.server]
+            settings += [setting for setting in self._settings(name, config, now) if setting.server]
         return SetReport(self.source if self.file is not None else "", self.error, servers, settings)
 
     def _settings(self, server: str, config: ServerConfig, now: float) -> Iterator[Setting]:
@@ -262,13 +267,13 @@ def _overlaid(below: Document, above: Document) -> Document:
 
 
 def _flat(document: Document, prefix: str = "") -> Values:
-    found: Values = {}
+    flat: Values = {}
     for name, value in document.items():
         if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{name}.")
+            flat |= _flat(value, f"{prefix}{name}.")
         else:
-            found[prefix + name] = value
-    return found
+            flat[prefix + name] = value
+    return flat
 
 
 def _plain(config: Config) -> Document:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 URGENT_SECONDS = 0.02
-"""Between two decisions, however urgent: about what a record needs to get here (``link.DRAIN_SECONDS``)."""
+"""Seconds between two decisions, however urgent: about what a record needs to get here (``link.DRAIN_SECONDS``)."""
 
 
 class Pace:
-    """Of one server; ``due`` is asked whenever records came in, or time went by.
+    """The pace of one server; ``due`` is asked whenever records came in, or time went by.
 
     >>> pace = Pace(0.5)
     >>> pace.due(0.0, urgent=False), pace.due(0.1, urgent=False), pace.due(0.1, urgent=True)

@@ -28,7 +28,7 @@ from specpilot.sglang_hooks.wire import Hello
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 16 << 20
-"""A prior has some hundred cells of 100 bytes each; a larger file is not one."""
+"""Largest file that is read: a prior has some hundred cells of 100 bytes each."""
 
 
 class PriorStore:
@@ -38,7 +38,7 @@ class PriorStore:
         """Create ``directory``; ConfigError if it cannot be."""
         self._directory = directory.absolute()
         self.failures = 0
-        """Files that could not be written, or were there and could not be used."""
+        """Number of files that could not be written, or were there and could not be used."""
         self.error = ""
         """Why the newest attempt to write failed; empty while it works."""
         try:
@@ -119,7 +119,7 @@ class PriorKeeper:
 
         A store that is open stays so: what has learned until now is still stored.
         """
-        learns = any(isinstance(one.policy, GoodputPolicy) or one.switchback.share for one in config.all_servers)
+        learns = any(isinstance(own.policy, GoodputPolicy) or own.switchback.share for own in config.all_servers)
         folder = config.prior.folder if learns else None
         return self.store or (PriorStore(folder) if folder is not None else None)
 
@@ -156,5 +156,5 @@ class PriorKeeper:
 
     @property
     def failures(self) -> int:
-        """Files that could not be written, or were there and could not be used."""
+        """Number of files that could not be written, or were there and could not be used."""
         return self.store.failures if self.store is not None else 0

@@ -15,36 +15,40 @@ class ServerStatus(msgspec.Struct, frozen=True):
     """One server (one data-parallel replica of it)."""
 
     server: str
+    """Name of the server, ``NAME/RANK``."""
     model: str
     gpu: str
     sglang_version: str
     mode: str
     candidate_steps: list[int]
     silent_seconds: float
-    """Since anything was heard of it."""
+    """Seconds since anything was heard of the server."""
     source: str
-    """Who decides its steps now: FALLBACK, TABLE, STALE or HALTED."""
+    """Who decides the server's steps now: FALLBACK, TABLE, STALE or HALTED."""
     steps: int
-    """K of its newest step."""
+    """K of the server's newest step."""
     table: DecisionTable | None
-    """In force there, as it reports; None while it runs on its fallback."""
+    """Table in force on the server, as it reports; None while it runs on its fallback."""
     reason: str
-    """What the policy decided that table from."""
+    """What the policy decided the table in force from."""
     table_age_seconds: float
+    """Seconds since that table was sent."""
     pending_epoch: int
-    """Of a newer table that is not in force yet (0: none)."""
+    """Epoch of a newer table that is not in force yet (0: none)."""
     confirmed_ranks: int
     """Ranks that were seen to hold the table in force (0: not compared yet)."""
     tp_size: int
+    """Tensor-parallel ranks of the server."""
     records: int
+    """Step records received."""
     records_lost: int
-    """Gaps in the record numbers: dropped at the server or on the way."""
+    """Step records missing by their numbers: dropped at the server or on the way."""
     tokens_per_second: float
-    """Of decoding alone, over the newest 512 decode steps: no prefill, no idle time."""
+    """Tokens per second of decoding alone, over the newest 512 decode steps: no prefill, no idle time."""
     share_by_steps: dict[str, float]
-    """Of the newest 512 decode steps."""
+    """Share of the newest 512 decode steps by K."""
     counters: dict[str, int]
-    """The hooks' own and those the controller keeps of this server, see docs/operations.md."""
+    """Counters of the hooks, and those that the controller keeps of this server, see docs/status.md."""
     note: str
     """What an operator should look at; empty if nothing."""
     switchback: SwitchbackStatus | None = None
@@ -61,14 +65,21 @@ class ControllerStatus(msgspec.Struct, frozen=True):
     endpoint: str
     policy: str
     uptime_seconds: float
+    """Seconds since the controller started."""
     trace_directory: str
+    """Absolute path of the trace; empty if none is written."""
     trace_written: int
+    """Step records written to the trace."""
     trace_lost: int
+    """Step records that could not be written to the trace."""
     trace_bytes: int
+    """Size of all trace segments, in bytes."""
     trace_error: str
+    """Why the trace cannot be written; empty while it can."""
     refused_messages: int
+    """Messages that could not be read, or came from a server that is not served."""
     handshakes_failed: int
-    """Connections refused for want of the right key, or that were none of specpilot's."""
+    """Connections that failed before a message: without the right key, or not of specpilot's protocol."""
     config_error: str
     """Why the newest contents of the configuration file are not in force; empty if they are."""
     changes: list[str]
@@ -77,7 +88,7 @@ class ControllerStatus(msgspec.Struct, frozen=True):
     """Why what was learned could not be kept on disk; empty while it can."""
     servers: list[ServerStatus]
     counters: dict[str, int] = {}
-    """Of the controller, whatever server they concern, see docs/operations.md."""
+    """Counters of the controller, whatever server they concern, see docs/status.md."""
     page: str = ""
     """Address of the web page, or why there is none; empty if none is asked for."""
 

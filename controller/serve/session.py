@@ -25,12 +25,14 @@ from specpilot.sglang_hooks.wire import MASKED, DecisionSource, DecisionTable, H
 logger = logging.getLogger(__name__)
 
 RECENT_STEPS = 512
+"""Newest steps that the status sums up."""
 ALIVE_SECONDS = 2.5
-"""Servers speak once a second: one heard within this time is alive, another of its name a rival."""
+"""Seconds since a server was heard within which it is alive (servers speak once a second); a second one of its name is
+then a rival."""
 REPUSH_SECONDS = 2.0
-"""A table not in force by then is sent again, then at twice the time, up to a minute."""
+"""Seconds after which a table that is not in force is sent again, then at twice the time, up to a minute."""
 RIVAL_SECONDS = 10.0
-"""A second server of one name that was not heard for this long is no news any more."""
+"""Seconds since a second server of one name was heard after which it is not reported any more."""
 
 
 class Session:
@@ -49,37 +51,43 @@ class Session:
         self.config = config
         self.policy = policy
         self.shelved: Goodput | None = None
-        """What has learned, while another policy is in force: it goes on from there when it is again."""
+        """The policy that has learned, while another one decides; it continues from there when it decides again."""
         self.pace = pace
         self.trace = trace
         self.switchback: Switchback | None = None
         self.switchback_of = ""
-        """What that measures: a change of it begins anew."""
+        """What the switchback compares (policy, fallback, machine): a change of that starts another measurement."""
         self._clock = clock
         self.hello: Hello | None = None
         self.address = b""
         self.state: HookState | None = None
+        """What the server last reported of itself."""
         self.heard_at = 0.0
         self.epoch = 0
         self.plan: Plan | None = None
+        """What the newest table was made from; None: the next decision is pushed whatever it is."""
         self.decider = policy.name
-        """Whose plan that is: the policy, or the fallback in a block of the switchback."""
+        """Who made ``plan``: the policy by its name, or ``fallback`` in a block of the switchback."""
         self.tables: dict[int, tuple[DecisionTable, str, float]] = {}
+        """Newest tables by epoch: the table, why it was decided, and when it was sent, on the controller's clock."""
         self.pushed_at = 0.0
         self.repush_seconds = REPUSH_SECONDS
         self.leased_at = 0.0
         self.seed = secrets.randbits(62)
         self.policy_error = ""
         self.failed = False
+        """The policy raised an error: it decides no more for this server."""
         self.counters = dict.fromkeys(SERVER_COUNTERS, 0)
         self.policy_note = ""
         self.saved_at = float("-inf")
         self.rival = ""
+        """``instance`` of a second server of this name; empty without one."""
         self.rival_since = self.rival_heard_at = float("-inf")
         self.records = 0
         self.records_lost = 0
         self.next_seq: int | None = None
         self.recent: deque[tuple[float, int, int]] = deque(maxlen=RECENT_STEPS)
+        """Newest steps: seconds (0 where the time is not the step's own), tokens, K."""
         self.history = History()
 
     def learn(self, batch: StepBatch) -> None:
@@ -200,9 +208,7 @@ class Session:
                         state.halt_reason if state else "",
                         self.policy_error,
                         self.policy_note,
-                        f"the policy is out of force: {switchback.text}"
-                        if switchback and switchback.off_seconds
-                        else "",
+                        f"the policy is suspended: {switchback.text}" if switchback and switchback.off_seconds else "",
                         self.conflict(now),
                     ),
                 )

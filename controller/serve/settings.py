@@ -67,7 +67,7 @@ class SettingsChanger:
             logger.error("%s", self._live.error)
         expired = self._live.expired(now)
         if expired is not None:
-            logger.info("what was set for a time is over")
+            logger.info("what was set for a time is reverted")
             try:
                 self._reconfigure(expired, tried=False)
             except ConfigError as error:  # a file of a policy that is gone by now

@@ -24,7 +24,7 @@ from specpilot.policies.knowledge import Knowledge
 logger = logging.getLogger(__name__)
 
 FRESH_SECONDS = 0.2
-"""Whoever asks within this time of the last answer gets the same one."""
+"""Seconds after an answer within which whoever asks gets the same one."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,12 @@ class ServerSnapshot:
 
     status: ServerStatus
     knowledge: Knowledge | None
+    """What the policy knows; None where it does not tell."""
     totals: Totals
     hour: tuple[Span, ...]
+    """The last hour, oldest first, without spans that had no step."""
     policy_failed: bool
+    """The policy raised an error: it decides no more."""
 
 
 @dataclass(frozen=True)

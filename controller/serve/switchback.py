@@ -36,19 +36,20 @@ from specpilot.policies.student import NORMAL_975, student_975
 from specpilot.sglang_hooks.wire import MASKED, DecisionSource, Hello, StepRecord
 
 CLAIM_PAIRS = 10
-"""Fewer say nothing: their spread is not known."""
+"""Pairs of blocks from which on a gain is stated: the spread of fewer is not known."""
 KEPT_PAIRS = 200
-"""The newest that count: older ones are of another load, and at a tenth of the time 200 take three days."""
+"""Newest pairs that count: older ones are of another load, and at a tenth of the time 200 take three days."""
 MATCHED_STEPS = 50.0
 """Steps of equal batch size that a pair must have, in steps of each arm."""
 TRIAL_PAIRS = CLAIM_PAIRS + 2
-"""When the policy is tried again, so many pairs come one after the other, enough to tell whether it still loses:
-it is in force half of that time."""
+"""Pairs that follow each other when the policy is tried again, enough to tell whether it still loses: it decides half
+of that time."""
 MOST_LOG_RATIO = 20.0
-"""Nothing is 500 million times as fast: such a pair comes of records or a file that are nonsense."""
+"""Largest log ratio believed: nothing is 500 million times as fast, so a larger one comes of nonsense."""
 LEVEL_ERROR = 0.05
+"""Probability that the interval misses the truth at any look."""
 TIGHTEST_PAIRS = 20
-"""The confidence sequence is tightest about there."""
+"""Number of pairs about which the confidence sequence is tightest."""
 
 
 class Arm(enum.Enum):
@@ -72,17 +73,17 @@ class SwitchbackStatus(msgspec.Struct, frozen=True):
     arm: str
     """Who decides now: ``policy`` or ``fallback``."""
     fallback_steps: int
-    """K of the fallback that is compared with."""
+    """K of the fallback that the policy is compared with."""
     measured: Measured | None
-    """None before enough pairs."""
+    """The policy's gain; None before there are enough pairs."""
     pairs: int
-    """That count."""
+    """Pairs of blocks that count."""
     pairs_needed: int
-    """Before anything is said."""
+    """Pairs of blocks that are needed before a gain is stated."""
     pairs_unmatched: int
-    """Whose two blocks had too few steps of equal batch size, or were interrupted."""
+    """Pairs that do not count: too few steps of equal batch size in both blocks, or interrupted."""
     off_seconds: float
-    """Until the policy is tried again, since it was losing; 0 while it is in force."""
+    """Seconds until a policy that is suspended, since it was losing, is tried again; 0 while it is not suspended."""
 
     @property
     def text(self) -> str:
@@ -102,12 +103,15 @@ class Stored(msgspec.Struct, frozen=True):
     """What survives a restart of the controller."""
 
     identity: str
-    """Of what was compared: the measurement of another policy or server is none of this one."""
+    """What was compared (policy, fallback, machine): a measurement of anything else is not continued."""
     log_ratios: list[float]
+    """Log of the policy's over the fallback's tokens per second, of each pair that counts, oldest first."""
     unmatched: int
+    """Pairs that do not count."""
     off_until: float
-    """Seconds since the Unix epoch; 0 while the policy is in force."""
+    """When a suspended policy is tried again, in seconds since the Unix epoch; 0 while it is not suspended."""
     trial: bool
+    """The policy is being tried again."""
 
 
 @dataclass
@@ -116,9 +120,9 @@ class _Block:
     begun_at: float
     ends_at: float
     epoch: int | None = None
-    """Of its first table; None until that was decided."""
+    """Epoch of the block's first table; None until that was decided."""
     by_batch: dict[int, list[float]] = field(default_factory=dict)
-    """By batch size: steps, tokens, seconds."""
+    """Sums by batch size: steps, tokens, seconds."""
 
 
 class Switchback:
@@ -138,14 +142,14 @@ class Switchback:
         self._trial = False
         self._block: _Block | None = None
         self._first: _Block | None = None
-        """The other block of a pair whose second one runs."""
+        """First block of a pair whose second block runs."""
         self._to_come: list[Arm] = []
         self._period_at = now
         self._pair_at = self._drawn()
         self.news = ""
-        """For the log: the policy was put out of force, or is tried again. Whoever reads it clears it."""
+        """Line for the log: the policy was suspended, or is tried again. Whoever reads it clears it."""
         self.changed = False
-        """Something to be stored has changed. Whoever stores it clears this."""
+        """Has something changed that is to be stored? Whoever stores it clears this."""
 
     # -- across restarts --
 
@@ -155,7 +159,7 @@ class Switchback:
         return Stored(identity, list(self._log_ratios), self._unmatched, off_until, self._trial)
 
     def resume(self, stored: Stored, now: float, wall: float) -> None:
-        """Go on from what was kept; a policy that was out of force stays so until its time."""
+        """Continue from what was kept; a suspended policy stays so until its time."""
         ratios = [ratio for ratio in stored.log_ratios if abs(ratio) <= MOST_LOG_RATIO]
         self._log_ratios.extend(ratios)
         self._unmatched = max(stored.unmatched, 0)
@@ -197,7 +201,7 @@ class Switchback:
             self._block.epoch = epoch
 
     def interrupted(self, now: float) -> None:
-        """Leave the pair that runs: the server was restarted, its blocks are not comparable."""
+        """Give up the pair that runs: the server was restarted, the two blocks are not comparable."""
         if self._block is not None:
             self._unmatched += 1
             self._end_pair(now)
@@ -214,7 +218,7 @@ class Switchback:
             self._first = block
             self._begin_block(now)
         else:
-            by_arm = {one.arm: one.by_batch for one in (first, block)}
+            by_arm = {half.arm: half.by_batch for half in (first, block)}
             ratio = log_ratio(by_arm[Arm.POLICY], by_arm[Arm.FALLBACK])
             if ratio is None:
                 self._unmatched += 1

@@ -109,5 +109,5 @@ class TableSender:
         session.policy_error = ""
         if note != session.policy_note:
             session.policy_note = note
-            logger.warning("%s: %s", session.key, note or "what was noted is over")
+            logger.warning("%s: %s", session.key, note or "what the policy noted does not hold any more")
         return plan

@@ -33,7 +33,7 @@ from specpilot.controller.web.metrics import exposition
 from specpilot.controller.web.view import hour_view, page_view
 
 ANSWER_SECONDS = 2.0
-"""The loop turns ten times a second: one that does not answer in this time is stuck."""
+"""Seconds in which the loop, which turns ten times a second, must answer; else it is stuck."""
 COOKIE = "specpilot"
 FORM_BYTES = 4096
 HEADERS = (

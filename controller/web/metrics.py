@@ -18,7 +18,7 @@ from specpilot.policies.knowledge import Estimate, Knowledge, Outlook
 from specpilot.sglang_hooks.wire import DecisionSource
 
 UP_SECONDS = 3.0
-"""Servers speak once a second: one that was heard within this time is up."""
+"""Seconds since a server was heard within which it is up: servers speak once a second."""
 
 _CONTROLLER: dict[str, tuple[type[Metric], str, tuple[str, ...]]] = {
     "specpilot_info": (GaugeMetricFamily, "1; what runs.", ("version", "policy")),
@@ -101,11 +101,15 @@ _SERVER: dict[str, tuple[type[Metric], str, tuple[str, ...]]] = {
     "specpilot_switchback_gain_low_ratio": (GaugeMetricFamily, "Lower end of its 95 % interval.", ()),
     "specpilot_switchback_gain_high_ratio": (GaugeMetricFamily, "Upper end of its 95 % interval.", ()),
     "specpilot_switchback_pairs": (GaugeMetricFamily, "Pairs of blocks that count.", ()),
-    "specpilot_policy_out_of_force": (GaugeMetricFamily, "1 while a policy that was losing is put out of force.", ()),
+    "specpilot_policy_out_of_force": (
+        GaugeMetricFamily,
+        "1 while a policy that was losing is suspended, fallback active.",
+        (),
+    ),
 }
 
 Sample = tuple[str, tuple[str, ...], float]
-"""Metric, values of its labels but ``server``, value."""
+"""A metric's name, the values of its labels but ``server``, and its value."""
 
 
 class _SnapshotCollector(Collector):
@@ -218,8 +222,8 @@ def _powers_of_two(knowledge: Knowledge) -> Iterable[Outlook]:
     return [cell for cell in cells if cell is not None and not cell.batch_size & (cell.batch_size - 1)]
 
 
-def _estimate(name: str, unit: str, labels: tuple[str, ...], found: Estimate | None) -> Iterator[Sample]:
-    if found is not None:
-        yield f"{name}_{unit}", labels, found.value
-        yield f"{name}_low_{unit}", labels, found.low
-        yield f"{name}_high_{unit}", labels, found.high
+def _estimate(name: str, unit: str, labels: tuple[str, ...], estimate: Estimate | None) -> Iterator[Sample]:
+    if estimate is not None:
+        yield f"{name}_{unit}", labels, estimate.value
+        yield f"{name}_low_{unit}", labels, estimate.low
+        yield f"{name}_high_{unit}", labels, estimate.high

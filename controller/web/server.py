@@ -25,7 +25,7 @@ from specpilot.controller.web.app import make_app
 logger = logging.getLogger(__name__)
 
 CONNECTIONS = 128
-"""At a time; more are closed at once, so that they cannot take the controller's file descriptors."""
+"""Connections at a time; further ones are closed at once, so that they cannot take all file descriptors."""
 IDLE_SECONDS = 10.0
 RETRY_SECONDS = 10.0
 STOP_SECONDS = 2.0
@@ -80,7 +80,7 @@ class Page:
                     "tried again every 10 s: set web.listen to another port, or to '' for no page"
                 )
             except Exception:
-                logger.exception("the web page failed; it is begun anew")
+                logger.exception("the web page failed; it is started again")
                 board.page = "is not served: it failed, see the controller's log"
             if board.page != told and not self._stopping.is_set():
                 told = board.page

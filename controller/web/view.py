@@ -29,7 +29,7 @@ class Problem(msgspec.Struct, frozen=True):
     """Something that an operator should look at."""
 
     severity: str
-    """``bad``: serving or deciding is not what it should be; ``warn``: look at it; ``info``: to be known."""
+    """``bad``: serving or deciding is not as it should be; ``warn``: look at it; ``info``: good to know."""
     text: str
 
 
@@ -38,14 +38,18 @@ class KView(msgspec.Struct, frozen=True, array_like=True):
 
     steps: int
     tokens: tuple[float, float, float]
-    """Per request and step."""
+    """Tokens per request and step, bonus token included."""
     seconds: tuple[float, float, float]
+    """Seconds of a step."""
     tokens_per_second: float
     against_choice: tuple[float, float, float]
+    """Tokens per second over those of the cell's choice, minus 1: -0.1 is a tenth less."""
     gain: tuple[float, float, float] | None
-    """Over K=0, as a share; None where K=0 is no candidate."""
+    """Gain in tokens per second over K=0, as a share; None where K=0 is no candidate."""
     tried: bool
+    """Steps of this K ran at this batch size; else it is predicted from others."""
     allowed: bool
+    """The K is within ``policy.time_per_output_token``."""
 
 
 class CellView(msgspec.Struct, frozen=True):
@@ -54,10 +58,11 @@ class CellView(msgspec.Struct, frozen=True):
     steps: int
     keep: list[int]
     visits: int
-    """Of the newest 256 steps."""
+    """Steps of the newest 256 that were in this cell."""
     why: str
+    """Why K is what it is, in sentences."""
     options: tuple[KView, ...]
-    """Empty where the policy does not tell."""
+    """Every K as the policy sees it; empty where the policy does not tell."""
 
 
 class PositionView(msgspec.Struct, frozen=True):
@@ -73,7 +78,7 @@ class ServerEntry(msgspec.Struct, frozen=True):
     name: str
     model: str
     severity: str
-    """The worst of its problems; empty if there is none."""
+    """Severity of the server's worst problem; empty if there is none to look at."""
     steps: int
     tokens_per_second: float
     gain: tuple[float, float, float] | None
@@ -93,7 +98,7 @@ class ServerView(msgspec.Struct, frozen=True):
     share_by_steps: dict[str, float]
     tokens_per_second: float
     batch_size: float
-    """Mean of the newest ten seconds with steps in them."""
+    """Mean batch size of the newest ten seconds with steps in them."""
     gain: tuple[float, float, float] | None
     measured: str
     reason: str
@@ -102,11 +107,11 @@ class ServerView(msgspec.Struct, frozen=True):
     problems: list[Problem]
     batches: list[str]
     batch_sizes: list[int]
-    """That stand for the regions: on the axis of the charts."""
+    """Batch size that stands for each region, on the axis of the charts."""
     contexts: list[str]
     cells: list[CellView]
     busiest: int
-    """Cell that most of the newest steps were in; -1 before any."""
+    """Index of the cell that most of the newest steps were in; -1 before any."""
     positions: list[PositionView]
 
 
@@ -130,9 +135,11 @@ class HourView(msgspec.Struct, frozen=True):
     ages: list[float]
     """Seconds since the span began."""
     steps: list[dict[int, int]]
+    """Decode steps by K, of each span."""
     batch_sizes: list[float]
+    """Mean batch size of each span."""
     tokens_per_second: list[float]
-    """Given to clients, idle time included."""
+    """Tokens per second given to clients, idle time included."""
 
 
 def page_view(snapshot: Snapshot, name: str) -> PageView:
@@ -166,53 +173,53 @@ def hour_view(now: float, server: ServerSnapshot) -> HourView:
 
 def controller_problems(status: ControllerStatus) -> list[Problem]:
     """Return what is wrong with the controller itself."""
-    found = [Problem("bad", text) for text in (status.config_error, status.trace_error, status.prior_error) if text]
+    problems = [Problem("bad", text) for text in (status.config_error, status.trace_error, status.prior_error) if text]
     if status.handshakes_failed:
-        found.append(Problem("warn", f"{status.handshakes_failed:,} connections had no key that is allowed"))
-    found += [Problem("info", change) for change in status.changes]
+        problems.append(Problem("warn", f"{status.handshakes_failed:,} connections had no key that is allowed"))
+    problems += [Problem("info", change) for change in status.changes]
     if status.trace_lost:
-        found.append(Problem("warn", f"{status.trace_lost:,} records could not be written to the trace"))
+        problems.append(Problem("warn", f"{status.trace_lost:,} records could not be written to the trace"))
     if status.refused_messages:
-        found.append(
+        problems.append(
             Problem(
                 "warn", f"{status.refused_messages:,} messages were refused: see the controller's log for the first"
             )
         )
     if not status.servers:
-        found.append(
+        problems.append(
             Problem(
                 "info", f"No server has connected yet: set SPECPILOT_ENDPOINT={status.endpoint} in its environment."
             )
         )
-    return found
+    return problems
 
 
 def server_problems(status: ServerStatus) -> list[Problem]:
     """Return what is wrong with one server, the worst first."""
-    found = []
+    problems = []
     if status.source == DecisionSource.HALTED.name:
-        found.append(Problem("bad", "Halted: it stays at one K until it is restarted, and serves on."))
+        problems.append(Problem("bad", "Halted: it stays at one K until it is restarted, and serves on."))
     elif status.source != DecisionSource.TABLE.name:
-        found.append(Problem("warn", f"It is run by {describe_source(status)}."))
+        problems.append(Problem("warn", f"It is run by {describe_source(status)}."))
     if status.silent_seconds > SILENT_SECONDS:
         silent = describe_time(status.silent_seconds)
-        found.append(Problem("bad", f"Silent for {silent}: it has ended, hangs, or has lost its link."))
+        problems.append(Problem("bad", f"Silent for {silent}: it has ended, hangs, or has lost its link."))
     if status.note:
-        found.append(Problem("bad", status.note))
+        problems.append(Problem("bad", status.note))
     if status.pending_epoch:
-        found.append(Problem("info", f"Table {status.pending_epoch} was sent and is not in force yet."))
+        problems.append(Problem("info", f"Table {status.pending_epoch} was sent and is not in force yet."))
     if 0 < status.confirmed_ranks < status.tp_size:
-        found.append(Problem("bad", f"Only {status.confirmed_ranks} of {status.tp_size} ranks hold the table."))
+        problems.append(Problem("bad", f"Only {status.confirmed_ranks} of {status.tp_size} ranks hold the table."))
     if status.mode == "shadow":
-        found.append(Problem("info", "Shadow mode: decisions are recorded, the fallback is applied."))
+        problems.append(Problem("info", "Shadow mode: decisions are recorded, the fallback is applied."))
     if status.records_lost:
-        found.append(Problem("warn", f"{status.records_lost:,} step records were lost on the way."))
-    found += [
+        problems.append(Problem("warn", f"{status.records_lost:,} step records were lost on the way."))
+    problems += [
         Problem("warn", f"{name} {count:,}")
         for name, count in status.counters.items()
         if count and name != "tables_received"
     ]
-    return sorted(found, key=lambda problem: _SEVERITIES.index(problem.severity))
+    return sorted(problems, key=lambda problem: _SEVERITIES.index(problem.severity))
 
 
 _SEVERITIES = ("bad", "warn", "info")
@@ -346,8 +353,8 @@ def _k_view(outlook: Outlook, option: Candidate) -> KView:
     )
 
 
-def _ends(found: Estimate) -> tuple[float, float, float]:
-    return _short(found.value), _short(found.low), _short(found.high)
+def _ends(estimate: Estimate) -> tuple[float, float, float]:
+    return _short(estimate.value), _short(estimate.low), _short(estimate.high)
 
 
 def _short(value: float) -> float:

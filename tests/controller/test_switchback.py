@@ -1,4 +1,4 @@
-"""The measured gain: intervals that hold, a truth that is found, a losing policy that is put out of force."""
+"""The measured gain: intervals that hold, a truth that is found, a losing policy that is suspended."""
 
 from __future__ import annotations
 
@@ -327,7 +327,7 @@ def test_leases_and_epochs_go_on_undisturbed(rig: Callable[..., Rig]) -> None:
     assert one.service.status().servers[0].records == len(one.records)
 
 
-def test_a_losing_policy_is_put_out_of_force_and_tried_again(
+def test_a_losing_policy_is_suspended_and_tried_again(
     rig: Callable[..., Rig], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)

@@ -1,11 +1,11 @@
-// Charts in SVG, drawn anew when their data or their width has changed. What they show is also said in aria-label.
+// Charts in SVG, drawn again when their data or their width has changed. What they show is also said in aria-label.
 import { svg } from "./text.js";
 
 const HEIGHT = 210;
 const MARGIN = { top: 10, right: 46, bottom: 30, left: 44 };
 let clips = 0;
 
-// Calls draw(width) now and whenever the place's width changes; the result's update(data) draws anew if data differs.
+// Calls draw(width) now and whenever the place's width changes; the result's update(data) draws again if data differs.
 export function chart(figure, draw) {
   const place = figure.querySelector(".chart");
   let data = null;

@@ -5,7 +5,7 @@ import { batchName, contextName, html, say } from "./text.js";
 const narrow = matchMedia("(max-width: 640px)");
 
 export class HeatMap {
-  // onSelect(cell) when a person chooses one; onTurn() when it has to be built anew.
+  // onSelect(cell) when a person chooses one; onTurn() when it has to be built again.
   constructor(place, onSelect, onTurn) {
     this.place = place;
     this.onSelect = onSelect;

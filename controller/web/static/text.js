@@ -26,7 +26,7 @@ function filled(element, attributes, children) {
   return element;
 }
 
-// Writes only what differs: what is not touched is not drawn anew, nor read out again.
+// Writes only what differs: what is not touched is not drawn again, nor read out again.
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }

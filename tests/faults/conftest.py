@@ -29,6 +29,7 @@ ALLOWED = frozenset(
     [
         "<string>",
         "agent.py",
+        "batch.py",
         "broadcast.py",
         "command.py",
         "context.py",

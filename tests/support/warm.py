@@ -1,8 +1,10 @@
-"""Programs that need SGLang, run in forks of one process that has imported it: an import takes a core 15 seconds.
+"""Programs that need SGLang, run in forks of one process that has imported it: an import takes a core 20 seconds.
 
     python -m tests.support.warm SOCKET                          the process that forks, one for a whole test run
     python -I -S tests/support/warm.py SOCKET -m MODULE ...      one program, as ``python -m MODULE ...`` would run it
     python -I -S tests/support/warm.py SOCKET -c CODE ...
+
+The workers of pytest-xdist are such programs, too (``conftest.py`` in the repository's root).
 
 What stands for a program passes signals on to it, ends when it ends and as it ends, and takes it along when it is
 killed itself. The process that forks ends with the last that is connected to it.
@@ -45,10 +47,10 @@ def _address() -> Path:
     import fcntl
     import tempfile
 
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
     folder = Path(tempfile.gettempdir()) / f"specpilot-warm-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    address = folder / run[:16]
+    # Inherited by workers, and by whatever they start.
+    address = Path(os.environ.setdefault("WARM_SOCKET", str(folder / str(os.getpid()))))
     if _held:
         return address
     with (folder / "lock").open("w") as lock:
@@ -176,6 +178,8 @@ def _run(message: bytes, files: list[int]) -> None:
 
 def stand_for(address: str, arguments: list[str]) -> NoReturn:
     """Have the program run, pass signals on, and end as it does."""
+    while arguments[0] in ("-u", "-B"):
+        del arguments[0]  # how the process that forks was started counts
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(address)

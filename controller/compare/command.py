@@ -29,7 +29,7 @@ from specpilot.controller.client.arguments import add_controller, endpoint_and_k
 from specpilot.controller.client.status import StatusError, fetch_status
 from specpilot.controller.compare.arms import default_arms, orders, values_of
 from specpilot.controller.compare.load import LoadGenerator
-from specpilot.controller.compare.pin import PinnedServer
+from specpilot.controller.compare.pin import PinnedServer, replicas_of
 from specpilot.controller.compare.report import draw, print_table, write_comparison
 from specpilot.controller.compare.runs import CompareError, ComparisonRun
 from specpilot.controller.errors import ConfigError
@@ -103,9 +103,7 @@ def _find(request: CompareRequest) -> tuple[ControllerStatus, ServerStatus]:
     """Return the controller's report, and the server in it that is meant."""
     status = fetch_status(request.endpoint, keys=request.keys)
     names = sorted({server.server for server in status.servers})
-    wanted = [
-        server for server in status.servers if request.server in (server.server, server.server.rpartition("/")[0], "")
-    ]
+    wanted = replicas_of(status, request.server) if request.server else status.servers
     if not wanted or (not request.server and len({name.rpartition("/")[0] for name in names}) > 1):
         raise CompareError(f"which server? Give --server, one of: {', '.join(names) or 'none is connected'}")
     return status, wanted[0]

@@ -14,6 +14,7 @@ from specpilot.controller.client.status import StatusError, fetch_status
 from specpilot.controller.compare.arms import values_of
 from specpilot.controller.compare.runs import CompareError
 from specpilot.controller.errors import ConfigError
+from specpilot.controller.serve.report import ControllerStatus, ServerStatus
 from specpilot.sglang_hooks.connection import KeyFiles
 from specpilot.sglang_hooks.wire import DecisionSource, SetRequest
 
@@ -24,6 +25,11 @@ PIN_SECONDS = 60.0
 RENEW_SECONDS = 15.0
 IN_FORCE_SECONDS = 15.0
 """Seconds for a pinned table to get to the server; an idle one looks for it at its next receiving pass."""
+
+
+def replicas_of(status: ControllerStatus, name: str) -> list[ServerStatus]:
+    """Return the servers of a controller that ``name`` means: one by its name, or all replicas of NAME/RANK."""
+    return [server for server in status.servers if name in (server.server, server.server.rpartition("/")[0])]
 
 
 @dataclass(frozen=True)
@@ -44,9 +50,7 @@ class PinnedServer:
         deadline = time.monotonic() + IN_FORCE_SECONDS
         while True:
             status = fetch_status(self.endpoint, keys=self.keys)
-            replicas = [
-                server for server in status.servers if self.name in (server.server, server.server.rpartition("/")[0])
-            ]
+            replicas = replicas_of(status, self.name)
             waiting = [
                 replica for replica in replicas if replica.pending_epoch or replica.source != DecisionSource.TABLE.name
             ]

@@ -30,6 +30,7 @@ from specpilot.policies.models.cost_prior import (
     fingerprint,
 )
 from specpilot.policies.models.cost_switches import switch_kind
+from specpilot.policies.student import NORMAL_975
 from specpilot.sglang_hooks.wire import Hello
 
 Array = NDArray[np.float64]
@@ -48,7 +49,6 @@ MOST_CELLS = 16384
 """Largest number of cells in a stored prior."""
 UNSEEN_SWITCHES = 4.0
 """Switches that a kind of switch which never happened counts as: nothing, as in a new ``CostModel``."""
-NORMAL_95 = 1.96
 
 
 class CellQuality(msgspec.Struct, frozen=True):
@@ -241,7 +241,7 @@ def cell_quality(
         context = held["context"].astype(np.float64)
         predicted = other.seconds(context)
         errors.append(predicted / held["seconds"] - 1.0)
-        margin = NORMAL_95 * other.spread * math.sqrt(1.0 + 1.0 / other.n)
+        margin = NORMAL_975 * other.spread * math.sqrt(1.0 + 1.0 / other.n)
         inside.append(np.abs(np.log(held["seconds"] / predicted)) <= margin)
         steps, batch = cell[0], max(round(cell[1]), 1)
         middle = float(np.median(context))

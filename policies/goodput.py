@@ -250,10 +250,10 @@ class Goodput(Policy):
         cell.choice = self._arms[arm]
         prices = [self._price(k, cell.choice) for k in self._arms]
         spell = self._spells.expected(cell.choice)
-        cell.keep = may_stay(self._arms, scores, allowed, arm, prices, seconds[arm], spell)
         cell.scores, cell.errors = tuple(scores.tolist()), tuple(expected.ratio_errors(arm).tolist())
         cell.seconds, cell.prices = tuple(seconds.tolist()), tuple(prices)
         cell.allowed = tuple(allowed.tolist())
+        cell.keep = may_stay(self._arms, cell.scores, cell.allowed, arm, prices, cell.seconds[arm], spell)
         cell.winning = 0.0
         cell.outlook = outlook(expected, cell, self._arms, tuple(self.cost.tried(k, batch) for k in self._arms))
 

@@ -28,9 +28,7 @@ def chain_lengths(hazards: FloatArray) -> FloatArray:
     >>> chain_lengths(np.array([0.5, 0.5])).tolist()
     [1.0, 1.5, 1.75]
     """
-    lengths = np.ones((*hazards.shape[:-1], hazards.shape[-1] + 1))
-    lengths[..., 1:] += np.cumprod(hazards, axis=-1).cumsum(axis=-1)
-    return lengths
+    return _lengths(np.asarray(np.cumprod(hazards, axis=-1)))
 
 
 def lengths_and_intervals(hazards: Sequence[Hazard], level: float) -> tuple[FloatArray, FloatArray, FloatArray]:
@@ -80,7 +78,16 @@ def lengths_and_covariance(hazards: Sequence[Hazard]) -> tuple[FloatArray, Float
         by_error[j] += couplings[j] * by_error[j - 1]
     products = np.cumprod(means)
     slopes = np.cumsum(products[:, None] * np.cumsum(by_error / means[:, None], axis=0), axis=0)
-    lengths = chain_lengths(means)
+    lengths = _lengths(products)
     relative = np.zeros((positions + 1, positions))
     relative[1:] = slopes / lengths[1:, None]
     return lengths, (relative * variances) @ relative.T
+
+
+def _lengths(products: FloatArray) -> FloatArray:
+    """Return L_0..L_n along the last axis, for P_1..P_n."""
+    lengths = np.empty((*products.shape[:-1], products.shape[-1] + 1))
+    lengths[..., 0] = 1.0
+    np.cumsum(products, axis=-1, out=lengths[..., 1:])
+    lengths[..., 1:] += 1.0
+    return lengths

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +30,7 @@ Not K=0, which would tell nothing of the drafts: it stays only for what a switch
 """
 
 
-@dataclass(frozen=True)
+@dataclass
 class Expected:
     """What the models expect of each arm in one cell."""
 
@@ -48,27 +47,25 @@ class Expected:
     second_covariance: FloatArray
     """Covariance of the logs of the seconds, shape (arms, arms)."""
 
-    @cached_property
-    def covariance(self) -> FloatArray:
-        """Covariance of the logs of the scores, shape (arms, arms); lengths and seconds err independently."""
-        return self.length_covariance + self.second_covariance
-
-    @property
-    def scores(self) -> FloatArray:
+    def __post_init__(self) -> None:
+        self.scores: FloatArray = self.batch_size * self.lengths / self.seconds
         """Tokens per second of the whole batch, shape (arms,)."""
-        return np.asarray(self.batch_size * self.lengths / self.seconds)
+        self.covariance: FloatArray = self.length_covariance + self.second_covariance
+        """Covariance of the logs of the scores, shape (arms, arms); lengths and seconds err independently."""
+        self.variances: FloatArray = self.covariance.diagonal()
+        """Variances of the logs of the scores, shape (arms,)."""
 
     def ratio_errors(self, arm: int) -> FloatArray:
         """Return relative standard errors of the ratios of the scores to that of ``arm``, shape (arms,)."""
-        variances = self.covariance.diagonal()
-        return np.asarray(np.sqrt(np.maximum(variances + variances[arm] - 2.0 * self.covariance[arm], 0.0)))
+        squares: FloatArray = self.variances + self.variances[arm] - 2.0 * self.covariance[arm]
+        return np.asarray(np.sqrt(np.maximum(squares, 0.0)))
 
     def within(self, seconds_per_token: float | None) -> BoolArray:
         """Return which arms meet an objective with 97.5 % confidence, shape (arms,); all, if none does."""
         everything = np.ones(len(self.seconds), bool)
         if seconds_per_token is None:
             return everything
-        error = np.sqrt(self.covariance.diagonal())
+        error = np.sqrt(self.variances)
         meets: BoolArray = self.seconds / self.lengths * (1.0 + NORMAL_975 * error) <= seconds_per_token
         return meets if meets.any() else everything
 
@@ -105,8 +102,8 @@ def chosen(scores: FloatArray, allowed: BoolArray, current: int) -> int:
 
 def may_stay(
     arms: Sequence[int],
-    scores: FloatArray,
-    allowed: BoolArray,
+    scores: Sequence[float],
+    allowed: Sequence[bool],
     current: int,
     prices: Sequence[float],
     step_seconds: float,

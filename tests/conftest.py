@@ -7,24 +7,32 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
 from tests.support.browser import NoBrowserError, browser
 
-NO_PROCESSES = "--no-processes"
+QUICK = "--quick"
+WITHOUT_SGLANG = importlib.util.find_spec("sglang") is None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        NO_PROCESSES, action="store_true", help="skip a test at the moment when it starts a process (make check)"
+        QUICK,
+        action="store_true",
+        help="make check: skip a test at the moment when it imports SGLang, reads its source or starts a process",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption(NO_PROCESSES):
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # its workers run the tests
+    quick = config.getoption(QUICK)
+    if quick:
         for module, name in (
             (os, "fork"),
             (os, "posix_spawn"),
@@ -32,40 +40,44 @@ def pytest_configure(config: pytest.Config) -> None:
             (_posixsubprocess, "fork_exec"),  # multiprocessing's
         ):
             setattr(module, name, _starts_a_process)
-    if importlib.util.find_spec("sglang") is None:
-        config.pluginmanager.register(WithoutSGLang())
+    if quick or WITHOUT_SGLANG:
+        sys.meta_path.insert(0, NoSGLang())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if config.getoption(QUICK) and collection_path.name == "contract" else None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if (WITHOUT_SGLANG or item.config.getoption(QUICK)) and item.get_closest_marker("sglang"):
+        pytest.skip("needs SGLang")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say in one line for each reason what was left out."""
+    skipped = terminalreporter.getreports("skipped")
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+    for reason, count in reasons.items():
+        terminalreporter.write_line(f"{count} skipped: {reason}")
 
 
 def _starts_a_process(*_: object, **__: object) -> NoReturn:
     pytest.skip("starts a process")
 
 
-class WithoutSGLang:
-    """Skips the tests, doctests among them, of a module that cannot be imported where SGLang is not installed."""
+class NoSGLang:
+    """Asked by the import system before all others: skips the test or the module that imports SGLang or torch."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Be asked by the import system for a module that nothing else has found."""
+        """Find nothing, or skip."""
         if name in ("sglang", "torch"):
             pytest.skip("needs SGLang", allow_module_level=True)
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_make_collect_report(self) -> Any:
-        sys.meta_path.append(self)
-        try:
-            return (yield)
-        finally:
-            sys.meta_path.remove(self)
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        if item.get_closest_marker("sglang"):
-            pytest.skip("needs SGLang")
 
 
 @pytest.fixture(scope="module")
 def chromium(pytestconfig: pytest.Config) -> Iterator[Any]:
     """Yield a headless browser; where there is none, its tests are skipped, unless ``REQUIRE_BROWSER`` is set."""
-    if pytestconfig.getoption(NO_PROCESSES):
+    if pytestconfig.getoption(QUICK):
         _starts_a_process()
     try:
         with browser() as one:

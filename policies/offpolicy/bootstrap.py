@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specpilot.policies.offpolicy.logged_steps import FloatArray, IntArray, LoggedSteps
 from specpilot.policies.student import student_975
@@ -33,10 +34,10 @@ def poisson_weights(blocks: IntArray, replicates: int) -> FloatArray:
     ((4000, 64), 1.0, 1.0)
     """
     words = -(-replicates // 8)
-    gamma = 0x9E3779B97F4A7C15
-    state = (blocks.astype(np.uint64)[:, None] * np.uint64(words) + np.arange(words, dtype=np.uint64)) * np.uint64(
-        gamma
-    )
+    numbers = blocks.astype(np.uint64)[:, None] * np.uint64(words)
+    # Not +, which NumPy 2.4 is typed to make a float of.
+    state: NDArray[np.uint64] = np.add(numbers, np.arange(words, dtype=np.uint64))
+    state *= np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     state ^= state >> np.uint64(31)

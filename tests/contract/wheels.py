@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -67,8 +68,13 @@ def download(folder: Path) -> None:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         # The same wheel on every machine: only its text is read.
         machine = ["--platform", "manylinux_2_34_x86_64", "--implementation", "cp", "--python-version", "3.11"]
-        done = subprocess.run([*pip, *machine, "--dest", str(folder), f"sglang=={version}"], check=False)
-        if done.returncode or wheel(version, folder) is None:
+        # To a folder of its own first: a download that is broken off leaves no half wheel under a whole one's name.
+        with tempfile.TemporaryDirectory(dir=folder) as fresh:
+            done = subprocess.run([*pip, *machine, "--dest", fresh, f"sglang=={version}"], check=False)
+            had = None if done.returncode else wheel(version, Path(fresh))
+            if had is not None:
+                had.rename(folder / had.name)
+        if had is None:
             raise SystemExit(
                 f"the wheel of SGLang {version} could not be had (see pip above), and without it the contract tests "
                 f"cannot run: set PIP_INDEX_URL to an index that has it, or put it into {folder} by hand"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import shlex
@@ -194,7 +193,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 
 @pytest.mark.sglang
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs an installed SGLang")
 def test_the_load_generator_of_sglang(shared: Rig) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -148,7 +148,6 @@ def copy_but_for(real: Path, copy: Path, name: Path) -> None:
             copy_but_for(path, copy / path.name, Path(*name.parts[1:]))
 
 
-@pytest.mark.sglang
 def test_without_sglang_the_host_is_one_for_a_controller(environments: Callable[[str], list[Check]]) -> None:
     checks = environments("absent")
     assert only(checks, "SGLang is not installed here: enough for a controller").outcome == "not checked"
@@ -157,7 +156,6 @@ def test_without_sglang_the_host_is_one_for_a_controller(environments: Callable[
     assert "problem" not in outcomes(checks)
 
 
-@pytest.mark.sglang
 @pytest.mark.parametrize(
     ("kind", "outcome", "texts"),
     [
@@ -173,14 +171,12 @@ def test_an_environment_that_is_not_whole(
     assert [only(checks, text).outcome for text in texts] == [outcome for _ in texts]
 
 
-@pytest.mark.sglang
 def test_this_environment_is_whole() -> None:
     found = [*check_sglang(version("sglang"), {}), *check_plugin({})]
     assert outcomes(found) == {"ok"}
     assert len(found) == 3
 
 
-@pytest.mark.sglang
 @pytest.mark.parametrize(("allowed", "outcome"), [({}, "problem"), ({"SPECPILOT_ALLOW_UNTESTED": "1"}, "warning")])
 def test_a_version_that_was_not_tested(allowed: dict[str, str], outcome: str) -> None:
     assert only(check_sglang("0.4.1", allowed), "0.4.1 is not a tested version").outcome == outcome
@@ -491,7 +487,6 @@ def test_nothing_given_is_not_checked() -> None:
     assert outcomes(arguments([])) == {"not checked"}
 
 
-@pytest.mark.sglang
 @pytest.mark.parametrize(
     ("more", "outcome", "text"),
     [
@@ -527,7 +522,6 @@ def test_the_radix_cache_is_nobodys_business() -> None:
     assert arguments([*EAGLE, "--disable-radix-cache"]) == arguments(EAGLE)
 
 
-@pytest.mark.sglang
 @pytest.mark.parametrize(
     ("text", "outcome", "says"),
     [
@@ -543,14 +537,12 @@ def test_candidates(steps: Path, text: str, outcome: str, says: str) -> None:
     assert only(arguments(words), says).outcome == outcome
 
 
-@pytest.mark.sglang
 def test_the_fallback_is_a_candidate(steps: Path) -> None:
     words = [*EAGLE, "--speculative-adaptive", "--speculative-adaptive-config", str(steps)]
     assert only(arguments(words, fallback="2"), "SPECPILOT_FALLBACK=2").outcome == "problem"
     assert "FALLBACK" not in str(arguments(words, fallback="1"))
 
 
-@pytest.mark.sglang
 def test_a_tree(steps: Path) -> None:
     assert only(arguments([*TREE, "--attention-backend", "triton"]), "a tree of drafts (topk 4, 16").outcome == "ok"
     paged = arguments([*TREE, "--attention-backend", "triton", "--page-size", "16"])
@@ -560,13 +552,11 @@ def test_a_tree(steps: Path) -> None:
     assert only(arguments(TREE, fallback="1"), "SPECPILOT_FALLBACK=1").outcome == "problem"
 
 
-@pytest.mark.sglang
 def test_verify_as_asked_for() -> None:
     words = [*EAGLE, "--attention-backend", "flashinfer"]
     assert only(arguments(words, skip="verify"), "as SPECPILOT_SKIP asks for").outcome == "ok"
 
 
-@pytest.mark.sglang
 def test_what_is_read_is_what_sglang_has() -> None:
     import argparse
 
@@ -851,7 +841,6 @@ def test_what_sglang_logs_of_its_arguments(tmp_path: Path, resolved: dict[str, d
     assert read_log(file).capacity_is_default
 
 
-@pytest.mark.sglang
 def test_the_lines_are_those_of_this_sglang() -> None:
     import sglang
 
@@ -915,7 +904,6 @@ def test_the_gpus_of_this_machine() -> None:
 # -- the command --
 
 
-@pytest.mark.sglang
 def test_nothing_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))

@@ -123,7 +123,6 @@ def test_ports_are_published_on_loopback_alone(compose: dict[str, Any], server: 
     assert compose["secrets"].keys() == {*sidecar["secrets"]}
 
 
-@pytest.mark.sglang
 def test_sglang_takes_the_servers_arguments_and_can_be_steered(server: Service) -> None:
     assert server["command"][:3] == ["python3", "-m", "sglang.launch_server"]
     options = given(server["command"][3:])

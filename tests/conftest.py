@@ -24,11 +24,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         QUICK,
         action="store_true",
-        help="make check: skip a test at the moment when it imports SGLang, reads its source or starts a process",
+        help="make check: skip what is slow, and a test at the moment when it imports SGLang or starts a process",
     )
 
 
-def pytest_configure(config: pytest.Config) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    config = session.config
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # its workers run the tests
     quick = config.getoption(QUICK)
@@ -51,6 +53,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if (WITHOUT_SGLANG or item.config.getoption(QUICK)) and item.get_closest_marker("sglang"):
         pytest.skip("needs SGLang")
+    if item.config.getoption(QUICK) and item.get_closest_marker("slow"):
+        pytest.skip("computes for more than a second")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

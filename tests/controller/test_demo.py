@@ -340,6 +340,7 @@ def page(cells: Sequence[CellView] = (), batch_sizes: Sequence[int] = ()) -> Ser
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_picture_of_few_steps_can_be_drawn(tmp_path: Path) -> None:
     summary = SimSummary(1, 4, 1.0, 4.0, {"3": 1.0}, 0, 0, 0, 1000.0)
     phases = (Phase(0.0, "code-like", 0.8),)

@@ -716,6 +716,7 @@ JSON = LEAF | st.lists(LEAF, max_size=3) | st.dictionaries(st.text(max_size=5), 
 NAMES = [*KINDS, "internal_states", "launch_command", "version"]
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from(NAMES), JSON), st.lists(st.dictionaries(st.text(), JSON), max_size=2))
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_answer_is_judged_or_passed_over(info: dict[str, Any], states: list[Any]) -> None:

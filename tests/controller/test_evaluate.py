@@ -39,6 +39,7 @@ def written(directory: Path, server: Hello, records: list[StepRecord]) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_rows_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = Log(40_000, 1, exploration=0.1).write(tmp_path / "trace")
     out = tmp_path / "rows.json"
@@ -60,6 +61,7 @@ def test_rows_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "per-step efficiency" in told
 
 
+@pytest.mark.slow
 def test_the_fitted_table_is_at_least_as_good_as_any_other(tmp_path: Path) -> None:
     trace = Log(60_000, 4, exploration=0.1).write(tmp_path)
     found = evaluate([trace], ["goodput", "static:0", "static:1", "static:3", "logged"], replay_seconds=0.0)
@@ -117,6 +119,7 @@ def truth(run: ReplayRun, records: list[StepRecord], steps: int, acceptance: flo
     return lives * sum(acceptance**j for j in range(steps + 1)) / seconds
 
 
+@pytest.mark.slow
 def test_a_log_of_the_real_hooks(tmp_path: Path) -> None:
     policy = Exploring(1, 0.03)
     run, server = logged(policy, 240.0)
@@ -128,6 +131,7 @@ def test_a_log_of_the_real_hooks(tmp_path: Path) -> None:
         assert row.estimate == pytest.approx(truth(run, policy.records, int(row.policy[-1])), rel=0.03), row
 
 
+@pytest.mark.slow
 def test_a_floor_makes_the_log_of_goodput_answer(tmp_path: Path) -> None:
     class Recorded(Goodput):
         def __init__(self, floor: float) -> None:
@@ -174,6 +178,7 @@ class SwitchingBack(Exploring):
         return Plan(Grid((4, 12)), self.choice, (frozenset[int](),) * 3, "", explore=explore, block_steps=4)
 
 
+@pytest.mark.slow
 def test_blocks_of_a_switchback_are_of_another_table(tmp_path: Path) -> None:
     policy = SwitchingBack(0.15)
     run, server = logged(policy, 240.0)

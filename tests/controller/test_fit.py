@@ -90,6 +90,7 @@ def run(*arguments: object) -> int:
 # -- what is fitted --
 
 
+@pytest.mark.slow
 def test_costs_are_the_surface_under_noise_and_outliers(tmp_path: Path) -> None:
     write(tmp_path, steady(8_000, 1, sizes=[1, 8, 32]), **OF_SERVER)
     found = fitted(tmp_path)
@@ -185,6 +186,7 @@ def test_a_cell_of_few_records_has_a_median_and_one_of_two_is_left_out(tmp_path:
     assert stored[5, 10.0][5:7] == [0.0, 0.0]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(0, 1 << 30),
@@ -237,6 +239,7 @@ class Recorded(Goodput):
             self.writer.append([step])
 
 
+@pytest.mark.slow
 def test_a_fitted_prior_starts_near_the_best_k_on_the_other_half(tmp_path: Path) -> None:
     surface, requests = load_surface("h200-sglang"), generated_requests(GENERATED_REQUESTS, 1)
     seconds = 60.0

@@ -131,6 +131,7 @@ def test_drafts_are_accepted_as_often_as_the_path_says() -> None:
     assert run.tokens == pytest.approx(tokens, rel=0.03)
 
 
+@pytest.mark.slow
 def test_the_acceptance_path_is_the_seeds_alone() -> None:
     path = acceptance_path(600.0, seed=4)
     assert [phase.start for phase in path] == [60.0 * minute for minute in range(10)]
@@ -233,6 +234,7 @@ def test_a_request_that_never_fits_is_an_error() -> None:
         serve("static:3", scenario(requests=[Arrival(0.0, 700, 400)], kv_tokens=1000))
 
 
+@pytest.mark.slow
 def test_load_1_is_what_no_speculation_just_serves() -> None:
     surface = load_surface("h200-sglang")
     rate = saturation(surface, REQUESTS)
@@ -277,6 +279,7 @@ def test_the_reference_share_of_a_constant_state(steps: int | None) -> None:
     assert result.switches_per_100_steps == pytest.approx(0.0 if steps in (3, None) else 100.0 / result.steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("surface", surface_names())
 @pytest.mark.parametrize("concurrency", [3, 48])
 def test_no_single_k_beats_informed_greedy(surface: str, concurrency: int) -> None:

@@ -142,6 +142,7 @@ def test_goodput_with_costs_that_drift() -> None:
     assert settled_share(judged, 1000) >= 0.97
 
 
+@pytest.mark.slow
 def test_goodput_where_requests_differ() -> None:
     """No single acceptance says what a second draft brings; what positions were seen to accept does."""
     mixed = [replace(request, acceptance=(0.92, 0.3)[index % 2]) for index, request in enumerate(REQUESTS)]

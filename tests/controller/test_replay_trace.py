@@ -72,6 +72,7 @@ def inferred(recorded: tuple[Scenario, ReplayRun, Path, list[StepRecord]]) -> In
     return infer([recorded[2]])
 
 
+@pytest.mark.slow
 def test_requests_are_found_again(
     recorded: tuple[Scenario, ReplayRun, Path, list[StepRecord]], inferred: Inferred
 ) -> None:
@@ -115,6 +116,7 @@ def test_costs_are_found_again(
     assert fitted.prefill_seconds(2000) == pytest.approx(truth.prefill_seconds(2000), rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["static:0", "static:3", "threshold:16", "goodput"])
 def test_policies_earn_what_they_earn_on_the_server_itself(
     policy: str, recorded: tuple[Scenario, ReplayRun, Path, list[StepRecord]], inferred: Inferred
@@ -128,6 +130,7 @@ def test_policies_earn_what_they_earn_on_the_server_itself(
     assert found.tokens_per_second == pytest.approx(truth.tokens_per_second, rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_command_says_that_it_is_model_based_and_what_was_inferred(
     recorded: tuple[Scenario, ReplayRun, Path, list[StepRecord]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

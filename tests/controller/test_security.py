@@ -564,6 +564,7 @@ def test_a_flood_from_one_peer_starves_nobody_and_fills_no_memory(over: str, rig
     rig.turn_until(lambda: next(s.records for s in rig.service.status().servers if s.server == "s/0") == seen)
 
 
+@pytest.mark.slow
 def test_invented_names_and_silent_peers_are_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     own = ControllerConfig(endpoint=f"ipc://{tmp_path}/c.ipc")
     service = Service(Config(controller=own, policy=ThresholdPolicy(5), trace=TraceConfig(directory="")))

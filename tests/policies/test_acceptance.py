@@ -96,6 +96,7 @@ def requests(
         yield step(accepted.tolist(), depth, truncated=ended.tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depths", [(7,), (1, 3, 7), (0, 1, 1, 7)], ids=str)
 def test_ends_of_requests_and_changes_of_k_do_not_bias(depths: tuple[int, ...]) -> None:
     rng = np.random.default_rng(1)
@@ -143,6 +144,7 @@ def test_hazards_are_found(hazards: tuple[float, ...]) -> None:
 CHAINS = {"falling": FALLING, "good": (0.95,) * 7, "poor": (0.15, 0.1) + (0.1,) * 5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hazards", CHAINS.values(), ids=CHAINS)
 @pytest.mark.parametrize(
     ("batch", "count", "depth", "steps"),

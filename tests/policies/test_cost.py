@@ -40,6 +40,7 @@ def explore(
     return server.model, tried, contexts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["fa3", "triton"])
 def test_measured_surface(attention: str) -> None:
     surface = Surface(attention)
@@ -79,6 +80,7 @@ def tried_a_little(surface: Seconds, seed: int) -> tuple[CostModel, dict[int, li
     return server.model, tried, context
 
 
+@pytest.mark.slow
 def test_intervals_of_untried_cells_cover_and_are_no_wider_than_that() -> None:
     """Over measured and synthetic servers, and over some whose terms are drawn.
 
@@ -276,6 +278,7 @@ def test_a_level_learned_from_outliers_is_left_again() -> None:
     assert server.model.predict(3, 8, 500.0)[0] == pytest.approx(0.01, rel=0.05)
 
 
+@pytest.mark.slow
 def test_untried_arms_stay_where_they_are() -> None:
     server = Server(CostModel(SERVER), random.Random(5))
     for steps in (0, 1):
@@ -399,6 +402,7 @@ def test_prior_of_another_server_is_ignored() -> None:
     assert model.predict(3, 8, 500.0)[1] == UNKNOWN_ERROR
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.sets(st.integers(1, 500), max_size=20), st.integers(0, 1000))
 def test_asking_changes_nothing(asked_at: Iterable[int], seed: int) -> None:

@@ -47,6 +47,7 @@ def test_slow_common_drift_is_followed_where_nothing_runs(total: float, sizes: t
     assert max(errors) < 0.045
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.04, 0.96, 1.2, 0.8])
 def test_a_sudden_common_change_is_carried_over(factor: float) -> None:
     surface, sizes = named("h200-sglang"), (1, 4, 8, 16, 32, 64)
@@ -88,6 +89,7 @@ def test_one_k_that_drifts_alone_is_told_apart() -> None:
     assert best(server.model.predict_all(SIZE, CONTEXT)[0].tolist()) == best(truth)
 
 
+@pytest.mark.slow
 def test_noise_alone_moves_nothing_that_does_not_run() -> None:
     server = warm(6, 0.03)
     before = server.model.predict(0, SIZE, CONTEXT)

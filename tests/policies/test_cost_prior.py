@@ -107,6 +107,7 @@ FIELDS = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.lists(FIELDS, max_size=8), st.floats(-1e9, 1e9), st.floats(0.0, 1e9))
 def test_costs_that_pass_as_a_prior_leave_the_model_finite(
@@ -176,6 +177,7 @@ def stored_again(model: CostModel) -> CostModel:
     return CostModel(SERVER, json.loads(json.dumps(model.to_prior())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*NAMED, *range(8)])
 def test_what_is_stored_predicts_what_the_model_did(name: str | int) -> None:
     """Any K, size and context, tried or not: storing must not add an error that could change a choice."""
@@ -203,6 +205,7 @@ def test_a_level_in_doubt_takes_nothing_from_the_slope() -> None:
         assert math.sqrt(cell[5]) < 1.2 * cell[4], size
 
 
+@pytest.mark.slow
 def test_a_file_of_version_1_keeps_its_slopes() -> None:
     """It counted moments as the level's records, which were fewer: both too large, and their ratio right."""
     model = served(named("h200-sglang"), 5)

@@ -35,6 +35,7 @@ def judged(log: Log, **plans: Plan | None) -> JudgedLog:
     return judge(log.chunks(), log.hello, tables, fit_folds(folds, log.hello))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [LESS, MORE], ids=["less", "more"])
 def test_intervals_hold_the_truth(target: Plan) -> None:
     held = dict.fromkeys(ESTIMATORS, 0)
@@ -64,6 +65,7 @@ def test_where_acceptance_drifts_and_the_log_follows_it_only_by_its_draws() -> N
         assert estimate.estimate == pytest.approx(log.truth(LESS), rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [table((1, 3), (49, 1)), table((1, 1)), LESS])
 def test_gain_is_in_speed_for_the_same_work(target: Plan) -> None:
     log = replace(BUSY, steps=120_000, exploration=0.03)
@@ -167,6 +169,7 @@ def test_blocks_of_one_step_tell_no_time() -> None:
     assert all("first steps after a switch" in cell.reason for cell in evaluation.sums["target"].overlap.unanswered())
 
 
+@pytest.mark.slow
 def test_the_floor_that_is_named_is_enough() -> None:
     log = replace(BUSY, steps=100_000, exploration=0.0)
     silent = judged(log, target=LESS)

@@ -32,6 +32,7 @@ def share(run: ReplayRun, surface: NamedSurface, first: int, last: int | None = 
     return float(judged.expected.sum() / judged.best.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "surface", ["h200-sglang", "h200-native-skip", "h200-triton", "h200-triton-skip", "moe", "context"]
 )
@@ -43,6 +44,7 @@ def test_close_to_the_best_k_in_every_state(surface: str, concurrency: int, seco
     assert result.switches_per_100_steps - result.probe_switches_per_100_steps <= 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("acceptance", [0.35, 0.85])
 @pytest.mark.parametrize("surface", ["h200-sglang", "h200-native-skip"])
 def test_never_behind_the_best_fixed_k_at_constant_load(surface: str, acceptance: float) -> None:

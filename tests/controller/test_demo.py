@@ -59,9 +59,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(BLOCKER)
     path = os.pathsep.join([str(folder), str(Path(__file__).parents[2])])
-    # Options meant for a real server must not reach the demo's.
+    # Options meant for a real server must not reach the demo's, nor the width of a terminal that is not its own.
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")},
         "PYTHONPATH": path,
         "SPECPILOT_MODE": "shadow",
         "SPECPILOT_ENDPOINT": "ipc:///elsewhere",

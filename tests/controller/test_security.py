@@ -256,6 +256,7 @@ def test_a_server_with_keys_tells_nothing_to_a_controller_without(
     for curve in (False, True):
         endpoint = rig.endpoint = f"tcp://127.0.0.1:{own_port()}"
         with zmq.Context() as context, context.socket(zmq.ROUTER) as impostor:
+            impostor.linger = 0
             if curve:
                 impostor.curve_server = True
                 impostor.curve_secretkey = secret
@@ -455,6 +456,7 @@ def test_a_folder_that_others_write_into_is_not_connected_to(tmp_path: Path, cap
     folder.chmod(0o777)
     settings = Settings(endpoint=f"ipc://{folder}/c.ipc", min_table_interval_seconds=0.0)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as squatter:
+        squatter.linger = 0
         squatter.bind(settings.endpoint)
         agent = Agent(settings, TablePolicy(settings, [0, 1], 1))
         agent.start(ServerFacts("s"))

@@ -236,12 +236,14 @@ def test_a_restarted_controller_goes_on_above_the_servers_epoch(how: int, make: 
     assert agent.policy.get_steps_for_batch(9) == 0
     controller.start()
     until(lambda: passes(agent) or (agent.policy.table is not None and agent.policy.table.epoch == 2))
-    until(lambda: (server := controller.server()).records == 1 and server.records_lost == 0)
-    table = controller.server().table
-    assert table is not None
+    until(lambda: controller.server().records == 1 and controller.server().table is not None)
+    server = controller.server()
+    assert server.table is not None
+    assert server.records_lost == 0
     passes(agent)
     # One table, however often the server was asked who it is.
-    assert table.epoch == agent.policy.table.epoch == agent._link.newest_epoch == 2  # type: ignore[union-attr]
+    assert server.table.epoch == agent.policy.table.epoch == agent._link.newest_epoch == 2  # type: ignore[union-attr]
+    assert server.pending_epoch == 0
 
 
 def test_a_stopped_controller_costs_the_lease_and_then_the_table(make: Make, agents: Agents) -> None:

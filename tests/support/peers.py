@@ -28,6 +28,8 @@ class Peer:
         self.endpoint = f"ipc://{folder}/c.ipc"
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
+        # Before connections are made: one that ends holds what was sent on it for as long as was said by then.
+        self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(self.endpoint)
         self._decoder = FrameDecoder(FromHook)
         self.address = b""

@@ -1,5 +1,5 @@
 # Sourced by the scripts beside it, on a GPU machine whose image has torch but not SGLang: unpacks
-# BUNDLE ($bundle: site.tar.xz with SGLang 0.5.17 and what it imports, specpilot's wheel, and
+# BUNDLE ($bundle: site.tar.xz with SGLang 0.5.23 and what it imports, specpilot's wheel, and
 # caches.tar.xz and pair.tar.xz if earlier runs left them) and puts it on PYTHONPATH; models go to
 # $root/models, a trained pair to $root/pair.
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -16,4 +16,8 @@ if [ "$wheel" != "$(cat "$root/specpilot/wheel" 2>/dev/null)" ]; then  # not und
   rm -rf "$root/specpilot" && mkdir "$root/specpilot" && python3 -m zipfile -e "$bundle"/specpilot-*.whl "$root/specpilot"
   echo "$wheel" > "$root/specpilot/wheel"
 fi
-export PYTHONPATH="$root/specpilot:$root/site" PYTHONUNBUFFERED=1
+export PYTHONPATH="$root/specpilot:$root/site" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
+save_caches() {  # folder: keeps the kernels that were compiled here, for BUNDLE
+  (cd "$HOME" && tar cf - --ignore-failed-read --exclude='*.o' .cache/sglang .cache/flashinfer .triton/cache .cache/tvm-ffi 2>/dev/null \
+    | xz -3 -T0 > "$1/caches.tar.xz")
+}

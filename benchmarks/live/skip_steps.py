@@ -204,7 +204,10 @@ class Conductor:
         found = {}
         for req, row, length in zip(batch.reqs, rows, lengths, strict=True):
             slots = table[row, :length].long()
-            found[req.rid] = torch.stack([keys[slots], values[slots]]).float().cpu()
+            parts = [keys[slots], values[slots]]
+            # With MLA the values are a part of the keys.
+            kept = parts if keys.shape == values.shape else parts[:1]
+            found[req.rid] = torch.stack(kept).float().cpu()
         torch.save(found, self.folder / f"kv-{self.plan['name']}.pt")
 
 

@@ -13,6 +13,7 @@ Each part answers the same prompts greedily:
     skips      every step is a skip
     random     K is drawn anew at most steps, with the oracle; 32 requests at once, then 5
     resume     a gap of seven steps: the draft's KV, position by position, against a run that never skipped
+    distances  skips, and K drafts, with log probabilities: how far the two best are from those of ``none``
 
 What counts is how many answers equal those of ``none``, and where they part how near its two best logits are,
 beside how often ``none`` equals itself at another batch size. Where the draft shows its KV, positions of the
@@ -165,7 +166,8 @@ class Run:
 
     def answer(self, name: str, at_once: int, **plan: Any) -> None:
         self.plan(name, **plan)
-        logprobs = {"return_logprob": True, "top_logprobs_num": 2} if self.args.arm == "none" else {}
+        wanted = self.args.arm == "none" or name.startswith("distance")
+        logprobs = {"return_logprob": True, "top_logprobs_num": 2} if wanted else {}
         answers = self.generate(self.prompts, TOKENS, at_once, **logprobs)
         self.settle()
         rows = self.steps(name)
@@ -200,6 +202,10 @@ class Run:
         candidates = CANDIDATES[self.args.arm]
         self.answer("random", 32, random=1, candidates=candidates, oracle=RIGHT)
         self.answer("random5", 5, random=2, candidates=candidates, oracle=RIGHT)
+
+    def distances(self) -> None:
+        self.answer("distance-skip", 32, blocks=[[0, 1]])
+        self.answer("distance-verify", 32, blocks=[[self.widest, 1]])
 
     def resume(self) -> None:
         k, prompts = self.widest, self.prompts[:RESUME_PROMPTS]
@@ -262,7 +268,11 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def against(part: dict[str, Any], none: dict[str, Any]) -> dict[str, Any]:
-    """Answers of one part against those of ``none``, which has the two best logits at each place."""
+    """Answers of one part against those of ``none``, which has the two best logits at each place.
+
+    ``moved``: median, 99th percentile and most of how far the distance of the two best is from that of ``none``,
+    at the places before they part.
+    """
     at, gaps, same = [], [], 0
     for ours, theirs, top2 in zip(part["outputs"], none["outputs"], none["top2"], strict=True):
         place = common(ours, theirs)
@@ -270,8 +280,17 @@ def against(part: dict[str, Any], none: dict[str, Any]) -> dict[str, Any]:
         at.append(place)
         if place < len(theirs):
             gaps.append(round(top2[place][0] - top2[place][1], 4))
-    return {"same": same, "of": len(at), "median_place": statistics.median(at), "earliest": min(at),
-            "largest_gap": max(gaps, default=0.0), "median_gap": statistics.median(gaps or [0.0])}  # fmt: skip
+    found = {"same": same, "of": len(at), "median_place": statistics.median(at), "earliest": min(at),
+             "largest_gap": max(gaps, default=0.0), "median_gap": statistics.median(gaps or [0.0])}  # fmt: skip
+    if "top2" in part:
+        moved = sorted(
+            abs((a[0] - a[1]) - (b[0] - b[1]))
+            for ours, theirs, place in zip(part["top2"], none["top2"], at, strict=True)
+            for a, b in zip(ours[:place], theirs[:place], strict=True)
+        )
+        if moved:
+            found["moved"] = [round(q, 5) for q in (statistics.median(moved), moved[int(0.99 * len(moved))], moved[-1])]
+    return found
 
 
 def merge(args: argparse.Namespace) -> int:
@@ -285,7 +304,8 @@ def merge(args: argparse.Namespace) -> int:
             name: {key: part[key] for key in ("steps", "accepted")} for name, part in raw["parts"].items()
         }
         for attention in dict.fromkeys((raw["attention"], "triton")):
-            none = nones.get((raw["model"], attention))
+            # The target that brings its own draft has the weights of the one that does not.
+            none = nones.get((raw["model"].replace("nextn", "dense"), attention))
             for name, part in raw["parts"].items() if none else ():
                 other = none["random" if name == "random5" and raw["arm"] == "none" else
                              "random5" if name == "random5" else "random"]  # fmt: skip
@@ -300,7 +320,8 @@ def merge(args: argparse.Namespace) -> int:
                     f = part[key]
                     print(f"{entry['model']} {entry['attention']} {entry['arm']} {name} {key}: {f['same']} of "
                           f"{f['of']} the same, part at {f['median_place']} (earliest {f['earliest']}), gap there "
-                          f"{f['median_gap']} (largest {f['largest_gap']}), accepted {part['accepted']}")  # fmt: skip
+                          f"{f['median_gap']} (largest {f['largest_gap']}), moved {f.get('moved')}, "
+                          f"accepted {part['accepted']}")  # fmt: skip
         if "resume" in entry:
             print(f"{entry['model']} {entry['attention']} {entry['arm']} draft's KV: {json.dumps(entry['resume'])}")
     return 0
@@ -313,7 +334,7 @@ def run(args: argparse.Namespace) -> int:
     except BaseException:
         this.say(traceback.format_exc()[-1500:])
         raise
-    parts = ["none"] if args.arm == "none" else ["reference", "oracle", "skips", "random", "resume"]
+    parts = ["none"] if args.arm == "none" else ["reference", "oracle", "skips", "random", "resume", "distances"]
     for part in args.parts.split(",") if args.parts else parts:
         this.safely(getattr(this, part))
     this.found["said"] = this.said()

@@ -10,12 +10,17 @@
 compared with those of the rotation block by block, where both have the same contexts. Prompts are
 128 tokens shorter than the context named, so that a cell's mean context is that. Then some cells
 run from prompt to end with one arm, prefill included. Step seconds are host times between results.
+
+Engines that are given one file with ``--turn`` can share a GPU: they start beside each other, and
+measure one cell at a time, in turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -25,16 +30,23 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import engines
+import models
 import skip_probe
+
+NO_REFUSALS = "LIVE_NO_REFUSALS"
 
 if __name__ == "__mp_main__":
     skip_probe.install()
+    if os.environ.get(NO_REFUSALS):
+        from specpilot.sglang_hooks import plugin
+
+        plugin.unsupported_reason = lambda worker: ""  # noqa: ARG005
 
 BATCH_SIZES = [1, 4, 16, 64, 128, 256]
 CONTEXTS = [256, 4096]
@@ -49,20 +61,36 @@ PROFILE_CELLS = [(1, 256), (64, 256), (256, 256), (64, 4096)]
 CANDIDATES = [0, 3]
 
 
-def cells() -> list[tuple[int, int]]:
-    return [(batch, context) for context in CONTEXTS for batch in BATCH_SIZES if batch * context <= MAX_TOKENS]
+def cells(args: argparse.Namespace) -> list[tuple[int, int]]:
+    return [(batch, context) for context in args.contexts for batch in args.batches if batch * context <= MAX_TOKENS]
 
 
 def engine_options(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     options: dict[str, Any] = {
-        **engines.target(args.models, args.attention),
-        **engines.captured(BATCH_SIZES),
+        **engines.target(args.models, args.attention, args.model),
+        **engines.captured(args.batches),
         "mem_fraction_static": 0.75,
         "disable_overlap_schedule": args.no_overlap,
+        **json.loads(args.extra),
     }
+    if args.turn:  # others need memory too
+        most = max(batch * (context + 16) for batch, context in cells(args)) + max(args.batches) * 256
+        options |= {"mem_fraction_static": 0.9, "max_total_tokens": most, "port": args.port}
     if args.arm == "rotate":
-        options |= engines.adaptive(f"{args.models}/eagle3-8b", CANDIDATES, folder)
+        draft = f"{args.models}/{models.DRAFTS[args.model]}"
+        options |= engines.tree(draft) if args.tree else engines.adaptive(draft, CANDIDATES, folder)
     return options
+
+
+@contextlib.contextmanager
+def turn(file: Path | None) -> Iterator[None]:
+    """Wait for and hold a lock on ``file``, shared with the other engines on this GPU."""
+    if file is None:
+        yield
+        return
+    with file.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
 
 
 async def requests(engine: Any, batch: int, prompt_tokens: int, tokens: int) -> None:
@@ -84,16 +112,15 @@ class Run:
         self.folder = Path(tempfile.mkdtemp(prefix="specpilot-parity-"))
         self.cell = 0
         self.measured: dict[str, Any] = {
-            "attention": args.attention, "arm": args.arm, "overlap": not args.no_overlap,
+            "attention": args.attention, "model": args.model, "arm": args.arm, "overlap": not args.no_overlap,
             "ring_mb": int(os.environ.get("SPECPILOT_SKIP_RING_MB", "512")),
             "cells": [], "end_to_end": [], "profiles": [], "said": [],
         }  # fmt: skip
-        self.path: Path = args.raw / f"{args.attention}-{args.label or args.arm}.json"
+        self.path: Path = args.raw / f"{args.model}-{args.attention}-{args.label or args.arm}.json"
         self.log = self.path.with_suffix(".log")
 
     def say(self, text: str) -> None:
-        print(f"{self.args.attention} {self.args.label or self.args.arm} {time.monotonic() - self.begun:.0f} s: {text}",
-              flush=True)  # fmt: skip
+        print(f"{self.path.stem} {time.monotonic() - self.begun:.0f} s: {text}", flush=True)
 
     def write(self) -> None:
         self.path.write_text(json.dumps(self.measured))
@@ -108,6 +135,8 @@ class Run:
         os.environ[skip_probe.FOLDER] = str(self.folder)
         if self.args.arm == "rotate":
             os.environ |= {"SPECPILOT_ENDPOINT": f"ipc://{self.folder}/nobody.ipc", "SPECPILOT_FALLBACK": "0"}
+        if self.args.no_refusals:
+            os.environ[NO_REFUSALS] = "1"
         import sglang
         import torch
 
@@ -144,8 +173,9 @@ class Run:
         return [[i, arm, round(context), round(s, 7)] for cell, i, arm, context, s in self.rows() if cell == self.cell]
 
     def decode_cell(self, engine: Any, arms: list[str], batch: int, context: int) -> None:
-        order = arms + arms[::-1]
-        tokens = BLOCK * 2 * len(self.args.arms) + 8  # as many in every engine, so that contexts are the same
+        order = (arms + arms[::-1]) * self.args.rounds
+        # As many tokens in every engine, so that contexts are the same.
+        tokens = BLOCK * 2 * len(self.args.arms) * self.args.rounds + 8
         took = self.one(engine, batch, context - 128, tokens, arms=order)
         steps = self.steps()
         self.measured["cells"].append({"batch_size": batch, "context": context, "steps": steps})
@@ -178,7 +208,8 @@ class Run:
             self.say(f"out of time before {args[1:]}")
             return
         try:
-            cell(*args)
+            with turn(self.args.turn):
+                cell(*args)
         except Exception:
             self.say(traceback.format_exc())
         self.write()
@@ -192,16 +223,17 @@ def run(args: argparse.Namespace) -> int:
         this.say(traceback.format_exc())
         this.say(this.log.read_text(errors="replace")[-3000:])
         raise
-    this.one(engine, 4, 64, 40, arms=["none"] if args.arm == "none" else ["skip"])  # warm-up
+    with turn(args.turn):
+        this.one(engine, 4, 64, 40, arms=["none"] if args.arm == "none" else ["skip"])  # warm-up
     arms = ["none"]
     if args.arm == "rotate":
         decode = (this.folder / "skip.txt").read_text() == "decode"
         arms = [arm for arm in args.arms if decode or arm != "skip"]
         this.say(f"arms {arms}")
     if not args.profile:
-        for batch, context in cells():
+        for batch, context in cells(args):
             this.safely(this.decode_cell, engine, arms, batch, context)
-        for batch, context in END_TO_END:
+        for batch, context in END_TO_END if args.end_to_end else ():
             this.safely(this.end_to_end_cell, engine, arms[0], batch, context)
     else:
         for batch, context in PROFILE_CELLS:
@@ -255,11 +287,15 @@ def merge(args: argparse.Namespace) -> int:
     raws = [json.loads(path.read_text()) for path in sorted(args.raw.glob("*.json"))]
     found: list[dict[str, Any]] = []
     profiles: list[dict[str, Any]] = []
-    for attention, group in itertools.groupby(sorted(raws, key=lambda r: r["attention"]), lambda r: r["attention"]):
+
+    def by(r: dict[str, Any]) -> tuple[str, str, bool]:
+        return r["model"], r["attention"], r["overlap"]
+
+    for (model, attention, _), group in itertools.groupby(sorted(raws, key=by), by):
         runs = list(group)
         gpu = next((r["gpu"] for r in runs if "gpu" in r), "unknown")
         common = {
-            "attention": attention, "machine": machine_name(gpu),
+            "model": model, "attention": attention, "machine": machine_name(gpu),
             "sglang_version": next((r["sglang"] for r in runs if "sglang" in r), "unknown"),
             "overlap": runs[0]["overlap"], "ring_mb": runs[0]["ring_mb"],
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -308,8 +344,8 @@ def merge(args: argparse.Namespace) -> int:
     for row in found:
         if row["arm"] != "none" and "of_none" in row:
             kind = "end to end" if row.get("end_to_end") else "decode"
-            print(f"{row['attention']} batch {row['batch_size']} context {row['context']} {kind} {row['arm']}: "
-                  f"{row['of_none']:.3f} of none", flush=True)  # fmt: skip
+            print(f"{row['model']} {row['attention']} batch {row['batch_size']} context {row['context']} {kind} "
+                  f"{row['arm']}: {row['of_none']:.3f} of none", flush=True)  # fmt: skip
     return 0
 
 
@@ -323,6 +359,16 @@ def main() -> int:
     measure.add_argument("--label", default="", help="name of the raw file beside the attention, default the arm")
     measure.add_argument("--raw", type=Path, required=True, help="folder of the raw files")
     measure.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="of the rotation; alike in every run")
+    measure.add_argument("--model", choices=models.DRAFTS, default="target-8b")
+    measure.add_argument("--tree", action="store_true", help="a tree of drafts, for --arms skip")
+    measure.add_argument("--batches", type=int, nargs="+", default=BATCH_SIZES)
+    measure.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
+    measure.add_argument("--rounds", type=int, default=1, help="times that the rotation goes forwards and backwards")
+    measure.add_argument("--no-end-to-end", dest="end_to_end", action="store_false")
+    measure.add_argument("--turn", type=Path, help="file shared by the engines on one GPU, which measure in turn")
+    measure.add_argument("--port", type=int, default=30000)
+    measure.add_argument("--extra", default="{}", help="JSON of further engine options")
+    measure.add_argument("--no-refusals", action="store_true", help="skip by decode even where the plugin would not")
     measure.add_argument("--no-overlap", action="store_true")
     measure.add_argument("--profile", action="store_true", help="profile some cells instead of timing all")
     measure.add_argument("--seconds", type=float, default=1e9, help="begin no further cell after this time")

@@ -83,6 +83,7 @@ class Run:
             [dice.randrange(1000, 30000) for _ in range(PROMPT_TOKENS[n % len(PROMPT_TOKENS)])] for n in range(PROMPTS)
         ]
         self.widest = max(CANDIDATES.get(args.arm, [0]))
+        self.stuck = False
 
     def say(self, text: str) -> None:
         print(f"{self.name} {time.monotonic() - self.begun:.0f} s: {text}", flush=True)
@@ -148,7 +149,7 @@ class Run:
                 return dict(await self.engine.async_generate(list(prompt), sampling_params=sampling, **more))
 
         async def everything() -> list[dict[str, Any]]:
-            return list(await asyncio.wait_for(asyncio.gather(*(one(p) for p in prompts)), 120))
+            return list(await asyncio.wait_for(asyncio.gather(*(one(p) for p in prompts)), 100))
 
         return list(self.engine.loop.run_until_complete(everything()))
 
@@ -248,12 +249,13 @@ class Run:
 
     def safely(self, part: Callable[[], None]) -> None:
         """Run a part; if it fails, say so and go on."""
-        if time.monotonic() - self.begun > self.args.seconds:
-            self.say(f"out of time before {part.__name__}")
+        if time.monotonic() - self.begun > self.args.seconds or self.stuck:
+            self.say(f"{'stuck' if self.stuck else 'out of time'} before {part.__name__}")
             return
         try:
             part()
-        except Exception:
+        except Exception as error:
+            self.stuck = isinstance(error, TimeoutError)
             self.say(traceback.format_exc())
             self.found.setdefault("failed", {})[part.__name__] = traceback.format_exc()[-1500:]
         self.write()

@@ -44,16 +44,11 @@ import oracle_drafts
 import random_weights
 import skip_steps
 
-NO_REFUSALS = "LIVE_NO_REFUSALS"
-
 if __name__ == "__mp_main__":
     skip_steps.install()
     oracle_drafts.install()
     random_weights.install()
-    if os.environ.get(NO_REFUSALS):
-        from specpilot.sglang_hooks import plugin
-
-        plugin.unsupported_reason = lambda worker: ""  # noqa: ARG005
+    engines.lift_refusals()
 
 CANDIDATES = {"chain": [0, 1, 3], "tree": [0, 2]}
 BATCH_SIZES = [1, 2, 4, 8, 16, 32]
@@ -99,6 +94,7 @@ class Run:
             "mem_fraction_static": 0.85,
             "max_total_tokens": 32768,
             "context_length": 4096,
+            "enable_fp32_lm_head": True,
             "port": args.port,
             "disable_overlap_schedule": args.no_overlap,
             **json.loads(args.extra),
@@ -118,7 +114,7 @@ class Run:
             os.environ |= {"SPECPILOT_ENDPOINT": f"ipc://{self.folder}/nobody.ipc", "SPECPILOT_QUEUE_RECORDS": "64",
                            "SPECPILOT_FALLBACK": str(self.widest)}  # fmt: skip
         if self.args.no_refusals:
-            os.environ[NO_REFUSALS] = "1"
+            os.environ[engines.NO_REFUSALS] = "1"
         import sglang
         import torch
 
@@ -146,7 +142,7 @@ class Run:
         async def one(prompt: Sequence[int]) -> dict[str, Any]:
             async with gate:
                 sampling = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
-                return dict(await self.engine.async_generate(list(prompt), sampling_params=sampling, **more))
+                return dict(await self.engine.async_generate(input_ids=list(prompt), sampling_params=sampling, **more))
 
         async def everything() -> list[dict[str, Any]]:
             return list(await asyncio.wait_for(asyncio.gather(*(one(p) for p in prompts)), 100))
@@ -184,8 +180,8 @@ class Run:
                  f"first answer {part['outputs'][0][:6]}")  # fmt: skip
 
     def none(self) -> None:
-        self.answer("random", 32)
-        self.answer("random5", 5)
+        self.answer("random", 32, blocks=[[0, 1]])
+        self.answer("random5", 5, blocks=[[0, 1]])
 
     def reference(self) -> None:
         self.answer("reference", 32, blocks=[[self.widest, 1]])

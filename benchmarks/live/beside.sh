@@ -6,12 +6,13 @@
 #   beside.sh B O 480 "6: attention_identity --model small-llama --attention triton --arm none; ..." \
 #     "4: skip_parity --model mla-dense --attention triton --arm none; ..."
 # SECONDS is the budget of the whole call. OUT gets SCRIPT.json of each script, raw.tar.xz (logs too), and
-# caches.tar.xz.
+# caches.tar.xz where BUNDLE has none. A raw.tar.xz in BUNDLE is gone on with.
 set -uo pipefail
 bundle="$1"; out="$2"; budget="$3"; shift 3
 SECONDS=0
 . "$(dirname "$0")/setup_rig.sh"
-raw="$root/raw"; mkdir -p "$raw" "$out"
+raw="$root/raw"; mkdir -p "$out"
+[ -d "$raw" ] || { mkdir -p "$raw"; [ -f "$bundle/raw.tar.xz" ] && tar xf "$bundle/raw.tar.xz" -C "$raw"; }
 nvidia-smi --query-gpu=name,driver_version,clocks.sm --format=csv,noheader; echo "unpacked at $SECONDS s"
 if [ ! -f "$bundle/caches.tar.xz" ]; then
   python3 "$here/warm_kernels.py" > "$raw/warm.log" 2>&1 & warming=$!
@@ -27,7 +28,7 @@ one() {  # port, script, options
 }
 merge() {
   local script
-  for script in attention_identity skip_parity; do
+  for script in attention_identity skip_parity operator_sweep; do
     [ -d "$raw/$script" ] && python3 "$here/$script.py" merge --raw "$raw/$script" --out "$out/$script.json"
   done
 }
@@ -49,5 +50,5 @@ for log in "$raw"/*/*.log; do
   [ -n "$line" ] && { echo "-- $log"; sed -n "$line,$(( line + 70 ))p" "$log" | cut -c1-160 | grep -vE '^ +[\^~]+$' | grep -B 14 -m 1 -E '^\S*(Error|Exception|Exit)'; }
 done
 tar cJf "$out/raw.tar.xz" -C "$raw" .
-save_caches "$out"
+[ -f "$bundle/caches.tar.xz" ] || save_caches "$out"
 echo "finished at $SECONDS s"; ls -la "$out"

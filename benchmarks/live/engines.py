@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+NO_REFUSALS = "LIVE_NO_REFUSALS"
+"""Environment variable that has ``lift_refusals`` do something."""
 
 QUIET = {
     "skip_tokenizer_init": True,
@@ -17,6 +21,14 @@ QUIET = {
     "log_level": "info",
 }
 """Nothing is compiled or cached that is not measured."""
+
+
+def lift_refusals() -> None:
+    """Have the plugin skip by decode steps even where it would not; call at import in ``__mp_main__``."""
+    if os.environ.get(NO_REFUSALS):
+        from specpilot.sglang_hooks import plugin
+
+        plugin.unsupported_reason = lambda worker: ""  # noqa: ARG005
 
 
 def target(models: Path | str, attention: str, name: str = "target-8b") -> dict[str, Any]:

@@ -317,7 +317,7 @@ class Run:
         self.board = goodput_arms.Board(self.raw)
         self.number = 0
         self.set(0, 0.0)
-        self.arms = [*CANDIDATES, TABLE, *([SGLANG] if args.sglang else [])]
+        self.arms = [*CANDIDATES, TABLE, *([SGLANG] if getattr(args, "sglang", False) else [])]
         self.measured: dict[str, Any] = {"common": {}, "cells": [], "passes": [], "reasons": [], "failed": []}
         self.deadline = float("inf")
         self.controller: subprocess.Popen[bytes] | None = None
@@ -341,29 +341,41 @@ class Run:
     def start(self) -> None:
         log = os.open(self.raw / "engine.log", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 2)  # SGLang's processes log to the standard error that they inherit
-        os.environ |= {
+        os.environ |= self.environment()
+        self.start_controller()
+        import sglang
+
+        self.engine = sglang.Engine(**self.options())
+        self.deadline = min(time.monotonic() + self.args.seconds, self.begun + self.args.limit)
+        self.load = Load(self.engine)
+        self.measured["common"] = self.common()
+        self.measured["said"] = self.grep("engine.log", "specpilot:")
+        self.say("engine started")
+        for line in self.measured["said"]:
+            self.say(line)
+
+    def environment(self) -> dict[str, str]:
+        return {
             goodput_arms.FOLDER: str(self.raw), "SPECPILOT_ENDPOINT": self.endpoint, "SPECPILOT_SERVER_ID": "rig:1",
             "SPECPILOT_FALLBACK": str(FALLBACK), "SGLANG_SIMULATE_ACC_LEN": "1.0",
             "SGLANG_SIMULATE_ACC_METHOD": "match-expected", "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token",
         }  # fmt: skip
-        self.start_controller()
+
+    def options(self) -> dict[str, Any]:
+        return engine_options(self.args, self.folder)
+
+    def common(self) -> dict[str, Any]:
+        """What every figure carries."""
         import sglang
         import torch
 
-        self.engine = sglang.Engine(**engine_options(self.args, self.folder))
-        self.deadline = min(time.monotonic() + self.args.seconds, self.begun + self.args.limit)
-        self.load = Load(self.engine)
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-        self.measured["common"] = {
+        return {
             "attention": self.args.attention, "candidates": CANDIDATES, "fallback": FALLBACK,
             "prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS, "block_seconds": BLOCK_SECONDS,
             "machine": f"{gpu}, {os.cpu_count()} CPU cores", "sglang_version": sglang.__version__,
             "torch_version": torch.__version__, "date": time.strftime("%Y-%m-%d", time.gmtime()),
         }  # fmt: skip
-        self.measured["said"] = self.grep("engine.log", "specpilot:")
-        self.say("engine started")
-        for line in self.measured["said"]:
-            self.say(line)
 
     def grep(self, name: str, *words: str) -> list[str]:
         lines = (self.raw / name).read_text(errors="replace").splitlines()

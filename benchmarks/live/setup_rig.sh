@@ -10,6 +10,7 @@ if [ ! -d "$root/site/sglang" ]; then
   [ -f "$bundle/caches.tar.xz" ] && tar xf "$bundle/caches.tar.xz" -C "$HOME"
   [ -f "$bundle/pair.tar.xz" ] && mkdir -p "$root/pair" && tar xf "$bundle/pair.tar.xz" -C "$root/pair"
   python3 "$here/models.py" "$root/models"
+  python3 -m compileall -q -j 0 "$root/site" > /dev/null 2>&1  # else every process of every engine does it
 fi
 wheel="$(cat "$bundle"/specpilot-*.whl | sha256sum)"
 if [ "$wheel" != "$(cat "$root/specpilot/wheel" 2>/dev/null)" ]; then  # not under the feet of a run beside this one
@@ -17,7 +18,8 @@ if [ "$wheel" != "$(cat "$root/specpilot/wheel" 2>/dev/null)" ]; then  # not und
   echo "$wheel" > "$root/specpilot/wheel"
 fi
 export PYTHONPATH="$root/specpilot:$root/site" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
-save_caches() {  # folder: keeps the kernels that were compiled here, for BUNDLE
-  (cd "$HOME" && tar cf - --ignore-failed-read --exclude='*.o' .cache/sglang .cache/flashinfer .triton/cache .cache/tvm-ffi 2>/dev/null \
-    | xz -3 -T0 > "$1/caches.tar.xz")
+save_caches() {  # folder: keeps the kernels that were compiled here, for BUNDLE; of Triton's stages only the last is read
+  (cd "$HOME" && find .cache .triton -type f \( -name '*.ttir' -o -name '*.ttgir' -o -name '*.llir' -o -name '*.ptx' -o -name '*.source' \) \
+      -path '*triton*' -exec truncate -s 0 {} + 2>/dev/null
+    tar cf - --ignore-failed-read --exclude='*.o' .cache/sglang .cache/flashinfer .triton/cache .cache/tvm-ffi 2>/dev/null | xz -6 -T0 > "$1/caches.tar.xz")
 }

@@ -39,14 +39,9 @@ import engines
 import models
 import skip_probe
 
-NO_REFUSALS = "LIVE_NO_REFUSALS"
-
 if __name__ == "__mp_main__":
     skip_probe.install()
-    if os.environ.get(NO_REFUSALS):
-        from specpilot.sglang_hooks import plugin
-
-        plugin.unsupported_reason = lambda worker: ""  # noqa: ARG005
+    engines.lift_refusals()
 
 BATCH_SIZES = [1, 4, 16, 64, 128, 256]
 CONTEXTS = [256, 4096]
@@ -118,6 +113,8 @@ class Run:
         }  # fmt: skip
         self.path: Path = args.raw / f"{args.model}-{args.attention}-{args.label or args.arm}.json"
         self.log = self.path.with_suffix(".log")
+        if args.resume and self.path.exists():
+            self.measured["cells"] = json.loads(self.path.read_text())["cells"]
 
     def say(self, text: str) -> None:
         print(f"{self.path.stem} {time.monotonic() - self.begun:.0f} s: {text}", flush=True)
@@ -136,7 +133,7 @@ class Run:
         if self.args.arm == "rotate":
             os.environ |= {"SPECPILOT_ENDPOINT": f"ipc://{self.folder}/nobody.ipc", "SPECPILOT_FALLBACK": "0"}
         if self.args.no_refusals:
-            os.environ[NO_REFUSALS] = "1"
+            os.environ[engines.NO_REFUSALS] = "1"
         import sglang
         import torch
 
@@ -231,7 +228,8 @@ def run(args: argparse.Namespace) -> int:
         arms = [arm for arm in args.arms if decode or arm != "skip"]
         this.say(f"arms {arms}")
     if not args.profile:
-        for batch, context in cells(args):
+        done = {(cell["batch_size"], cell["context"]) for cell in this.measured["cells"]}
+        for batch, context in (cell for cell in cells(args) if cell not in done):
             this.safely(this.decode_cell, engine, arms, batch, context)
         for batch, context in END_TO_END if args.end_to_end else ():
             this.safely(this.end_to_end_cell, engine, arms[0], batch, context)
@@ -366,6 +364,7 @@ def main() -> int:
     measure.add_argument("--rounds", type=int, default=1, help="times that the rotation goes forwards and backwards")
     measure.add_argument("--no-end-to-end", dest="end_to_end", action="store_false")
     measure.add_argument("--turn", type=Path, help="file shared by the engines on one GPU, which measure in turn")
+    measure.add_argument("--resume", action="store_true", help="leave out the cells that the raw file has")
     measure.add_argument("--port", type=int, default=30000)
     measure.add_argument("--extra", default="{}", help="JSON of further engine options")
     measure.add_argument("--no-refusals", action="store_true", help="skip by decode even where the plugin would not")

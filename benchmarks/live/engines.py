@@ -26,9 +26,9 @@ QUIET = {
 def lift_refusals() -> None:
     """Have the plugin skip by decode steps even where it would not; call at import in ``__mp_main__``."""
     if os.environ.get(NO_REFUSALS):
-        from specpilot.sglang_hooks import plugin
+        from specpilot.sglang_hooks import skip_hooks
 
-        plugin.unsupported_reason = lambda worker: ""  # noqa: ARG005
+        skip_hooks.unsupported_reason = lambda worker: ""  # noqa: ARG005
 
 
 def target(models: Path | str, attention: str, name: str = "target-8b") -> dict[str, Any]:

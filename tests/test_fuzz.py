@@ -42,9 +42,10 @@ from specpilot.controller.serve.report import read_report
 from specpilot.controller.serve.service import Service
 from specpilot.controller.serve.switchback import Stored, Switchback
 from specpilot.controller.simulation.workload import ArrivalsError, read_arrivals
-from specpilot.controller.trace import writer as trace
+from specpilot.controller.trace.format import records
 from specpilot.controller.trace.info import trace_info
 from specpilot.controller.trace.reader import Segment, TraceError
+from specpilot.controller.trace.writer import TraceWriter
 from specpilot.policies.goodput import Goodput
 from specpilot.policies.interface import PolicyError
 from specpilot.policies.models.cost_prior import fingerprint
@@ -286,7 +287,7 @@ def test_reports(report: Any) -> None:
 @pytest.fixture(scope="module")
 def segment(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("trace")
-    writer = trace.TraceWriter(folder, "s/0", hello(), TraceConfig(directory=str(folder)))
+    writer = TraceWriter(folder, "s/0", hello(), TraceConfig(directory=str(folder)))
     for first in (0, 40):
         writer.append([record(record_seq=first + i, accepted_drafts=[i % 4] * (i % 5)) for i in range(40)])
         writer.tick(float(first))
@@ -304,7 +305,7 @@ def test_segments(data: st.DataObject, segment: bytes, tmp_path: Path) -> None:
     try:
         for batch in Segment(path):
             assert pa.total_allocated_bytes() - before < 1 << 24
-            assert len(trace.records(batch)) == batch.num_rows
+            assert len(records(batch)) == batch.num_rows
             del batch
     except TraceError as error:
         assert str(path) in str(error)

@@ -19,6 +19,7 @@ from specpilot.sglang_hooks.connection import KeyFiles
 
 LOG_LINES = 15
 """Last lines of a program's output that are shown when it failed."""
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 LOOK_SECONDS = 0.1
 """Seconds between two looks at a controller that starts."""
 
@@ -93,6 +94,26 @@ def kill_session(process: subprocess.Popen[Any]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back until the block has ended, so that what it starts is known to whoever ends it.
+
+    An interrupt between the start of a program and the line that sees to its end would leave it running.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: arrived.append(number)) for number in INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if arrived:
+            signal.raise_signal(arrived[0])
 
 
 @contextmanager

@@ -7,13 +7,14 @@ import shlex
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from specpilot.controller.compare.runs import CompareError
-from specpilot.controller.processes import kill_session, last_lines, python_module, start_logged
+from specpilot.controller.processes import interrupts_held, kill_session, last_lines, python_module, start_logged
 
 REQUESTS_PER_CLIENT = 5
 LEAST_REQUESTS = 10
@@ -61,14 +62,14 @@ class LoadGenerator:
                 "--seed", str(1 + repetition), "--flush-cache", "--disable-tqdm", *self.arguments,
                 "--output-file", str(output),
             ]  # fmt: skip
-            process = start_logged(command, log)
-            try:
+            with ExitStack() as ending:
+                with interrupts_held():
+                    process = start_logged(command, log)
+                    ending.callback(kill_session, process)
                 while process.poll() is None:
                     if failure():
                         raise CompareError(f"the run was ended: {failure()}")
                     time.sleep(0.1)
-            finally:
-                kill_session(process)
             if process.returncode or not output.exists():
                 text = f"the load generator failed ({shlex.join(command)}); its last lines:{last_lines(log)}"
                 raise CompareError(text)

@@ -38,6 +38,7 @@ from specpilot.controller.demo.view import REFRESH_SECONDS, View
 from specpilot.controller.processes import (
     await_controller,
     end,
+    interrupts_held,
     last_lines,
     python_module,
     specpilot_command,
@@ -185,8 +186,9 @@ class _Processes:
         """Address of the web page."""
 
     def _start(self, name: str, command: Sequence[str]) -> _Child:
-        child = _Child(name, command, self._folder)
-        self._children.callback(child.end)
+        with interrupts_held():
+            child = _Child(name, command, self._folder)
+            self._children.callback(child.end)
         return child
 
     def _start_server(self, seconds: float, out: Path) -> _Child:

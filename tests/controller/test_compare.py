@@ -18,10 +18,12 @@ import psutil
 import pytest
 
 from specpilot.controller.client.settings import change_settings
+from specpilot.controller.compare import load
 from specpilot.controller.compare.arms import orders
 from specpilot.controller.compare.load import GENERATOR
 from specpilot.controller.compare.report import arm_results
 from specpilot.controller.compare.runs import ComparisonRun
+from specpilot.controller.processes import start_logged, terminable
 from specpilot.controller.trace.format import records
 from specpilot.controller.trace.reader import Segment, segments
 from specpilot.sglang_hooks.wire import SetRequest, StepRecord
@@ -140,6 +142,26 @@ def test_an_interrupted_comparison_puts_the_server_back(rig: Rig) -> None:
         assert not rig.set_now()
         psutil.wait_procs(generators, PATIENCE)
         assert not any(generator.is_running() for generator in generators)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_a_program_starts_leaves_none_running(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    def start(*arguments: Any) -> subprocess.Popen[bytes]:
+        started.append(start_logged(*arguments))
+        signal.raise_signal(number)  # before the caller knows of the process
+        return started[0]
+
+    monkeypatch.setattr(load, "start_logged", start)
+    generator = load.LoadGenerator(
+        "http://127.0.0.1:1", shlex.join([sys.executable, "-c", "import time; time.sleep(1000)"]), (), 10
+    )
+    with pytest.raises(KeyboardInterrupt), terminable():
+        generator.run(1, 0, lambda: "")
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
 def _generators(comparison: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -171,6 +171,7 @@ def test_an_environment_that_is_not_whole(
     assert [only(checks, text).outcome for text in texts] == [outcome for _ in texts]
 
 
+@pytest.mark.sglang
 def test_this_environment_is_whole() -> None:
     found = [*check_sglang(version("sglang"), {}), *check_plugin({})]
     assert outcomes(found) == {"ok"}
@@ -197,7 +198,7 @@ def test_sglangs_list_of_plugins(plugins: str, outcome: str) -> None:
 @pytest.mark.parametrize(
     ("environment", "outcome", "text"),
     [
-        ({}, "warning", "SPECPILOT_ENDPOINT is not set"),
+        pytest.param({}, "warning", "SPECPILOT_ENDPOINT is not set", marks=pytest.mark.sglang),
         ({"SPECPILOT_ENDPOINT": "ipc:///run/c.ipc"}, "ok", "SPECPILOT_ENDPOINT"),
         ({"SPECPILOT_ENDPOINT": "ipc:///run/c.ipc", "SPECPILOT_MODE": "shadow"}, "warning", "tables are recorded"),
         ({"SPECPILOT_MODUS": "shadow"}, "problem", "SPECPILOT_MODUS is not an option"),
@@ -890,6 +891,7 @@ def test_the_gpus_that_are_visible(devices: str | None, indices: list[int]) -> N
     assert [gpu.index for gpu in visible(gpus, devices)] == indices
 
 
+@pytest.mark.sglang
 def test_the_gpus_of_this_machine() -> None:
     checks = list(check_gpus(Settings(), None, started=False, devices=None))
     if not Path("/proc/driver/nvidia").exists():

@@ -16,7 +16,7 @@ demo: $(DEMO)/ready
 	$(DEMO)/bin/specpilot demo
 
 check: lint
-	$(CHECK)/bin/python -m pytest -q --quick -n $(WORKERS) --dist worksteal
+	FUZZ_EXAMPLES=30 $(CHECK)/bin/python -m pytest -q --quick -n $(WORKERS) --dist worksteal
 
 test: $(TEST)/ready $(TEST)/browser $(WHEELS)/ready
 	$(TEST)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal

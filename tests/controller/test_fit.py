@@ -115,6 +115,7 @@ def test_costs_are_the_surface_under_noise_and_outliers(tmp_path: Path) -> None:
             assert model.predict(k, b, 1000.0)[0] == pytest.approx(MEASURED.seconds(k, b, 1000.0), rel=0.06)
 
 
+@pytest.mark.slow
 def test_acceptance_is_that_of_the_requests(tmp_path: Path) -> None:
     write(tmp_path, steady(4_000, 2, sizes=[2, 16], acceptance=0.7), **OF_SERVER)
     found = fitted(tmp_path)

@@ -93,6 +93,7 @@ def test_requests_are_found_again(
     assert prompts[0] == pytest.approx(prompts[1], rel=0.03)
 
 
+@pytest.mark.slow
 def test_acceptance_follows_the_text(inferred: Inferred) -> None:
     for phase in inferred.acceptance:
         middle = phase.start + 10.0

@@ -512,6 +512,7 @@ def test_what_is_no_socket_is_not_removed(tmp_path: Path) -> None:
 # -- floods --
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("over", ["ipc", "tcp"])
 def test_a_flood_from_one_peer_starves_nobody_and_fills_no_memory(over: str, rig: Rig) -> None:
     """It sends the largest messages there are, as fast as they go; another server's lease is renewed throughout."""

@@ -288,6 +288,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         one.close()
 
 
+@pytest.mark.slow
 def test_the_gain_that_is_measured_is_the_true_one(rig: Callable[..., Rig]) -> None:
     """K=3 against a fallback of K=1, whose tokens per second at batch 8 the surface tells."""
     one = rig(StaticPolicy(3), SHORT, fallback=1)
@@ -308,6 +309,7 @@ def test_the_gain_that_is_measured_is_the_true_one(rig: Callable[..., Rig]) -> N
     assert one.note == ""
 
 
+@pytest.mark.slow
 def test_leases_and_epochs_go_on_undisturbed(rig: Callable[..., Rig]) -> None:
     one = rig(GoodputPolicy(), SHORT)
     one.run(120.0)
@@ -327,6 +329,7 @@ def test_leases_and_epochs_go_on_undisturbed(rig: Callable[..., Rig]) -> None:
     assert one.service.status().servers[0].records == len(one.records)
 
 
+@pytest.mark.slow
 def test_a_losing_policy_is_suspended_and_tried_again(
     rig: Callable[..., Rig], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -377,6 +380,7 @@ def test_nothing_is_claimed_without_pairs(rig: Callable[..., Rig]) -> None:
     assert one.shown.text == f"not known yet: 0 of {CLAIM_PAIRS} pairs of blocks measured"
 
 
+@pytest.mark.slow
 def test_a_tie_is_no_gain_and_no_loss(rig: Callable[..., Rig]) -> None:
     one = rig(StaticPolicy(3), SHORT, fallback=3)
     one.run(200.0)
@@ -400,6 +404,7 @@ def test_it_is_off_by_default_and_in_shadow_mode(rig: Callable[..., Rig]) -> Non
     assert two.service.status().servers[0].switchback is None
 
 
+@pytest.mark.slow
 def test_a_restarted_controller_goes_on_with_what_was_measured(rig: Callable[..., Rig], tmp_path: Path) -> None:
     one = rig(StaticPolicy(3), SHORT, fallback=1)
     one.run(100.0)
@@ -417,6 +422,7 @@ def test_a_restarted_controller_goes_on_with_what_was_measured(rig: Callable[...
     assert one.shown.pairs == 0
 
 
+@pytest.mark.slow
 def test_a_restart_does_not_bring_a_losing_policy_back(rig: Callable[..., Rig]) -> None:
     one = rig(StaticPolicy(1), SHORT)
     one.run(600.0, until=lambda: one.off_seconds)

@@ -286,6 +286,7 @@ def test_segments_of_a_directory_a_folder_a_file(tmp_path: Path) -> None:
 # -- damage --
 
 
+@pytest.mark.slow
 def test_a_file_cut_anywhere_gives_every_whole_batch_and_says_what_it_ignored(tmp_path: Path) -> None:
     batches = [numbered(0, 3), numbered(3, 1, after_idle=None, accepted_drafts=[]), numbered(4, 2)]
     path = write(tmp_path, *batches)

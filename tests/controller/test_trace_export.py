@@ -147,6 +147,7 @@ print(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_depend_on_the_length(tmp_path: Path) -> None:
     wide = {"accepted_drafts": [3] * 64, "batch_size": 64}
     peaks = []

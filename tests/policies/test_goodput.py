@@ -53,6 +53,7 @@ def test_never_behind_the_best_fixed_k_at_constant_load(surface: str, acceptance
     assert simulate("goodput", constant).reference_share >= fixed - 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.2, 1.0, 8.0])
 def test_cold_to_within_five_percent_whatever_a_step_costs(scale: float) -> None:
     """Nothing in the policy is in absolute seconds."""

@@ -32,6 +32,7 @@ def test_acceptance_that_came_back_is_found_within_few_probes(batch: int, probes
     assert np.quantile(needed, 0.9) <= probes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 4, 64])
 def test_acceptance_that_did_not_is_hardly_ever_taken_for_it(batch: int) -> None:
     """1,000 probes are a quarter of an hour at 100 steps a second."""

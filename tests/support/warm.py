@@ -78,7 +78,8 @@ def _address() -> Path:
 
 def _environment(of: Mapping[str, str]) -> dict[str, str]:
     own = {name: value for name, value in of.items() if not name.startswith("SPECPILOT_")}
-    return own | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # No program asks the network for a model: it waits for a minute where there is none.
+    return own | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 # -- the process that forks --
